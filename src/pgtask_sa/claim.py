@@ -1,0 +1,318 @@
+"""The claim: one statement that takes tasks for a worker. A lesson for newcomers comes first.
+
+A claim deletes the rows it takes. The transaction stays open while the handlers run, so to the
+rest of the world the rows are still there, but locked. Commit, and they are gone together with
+everything the handlers wrote. Die, and the server rolls back: they were never gone. No status
+column, no lease, no clock. The whole statement, for one task::
+
+    delete from task
+    where task_id = any (array (                                          -- (1)
+        select picked.task_id
+        from unnest(array['EMAIL', 'REPORT']) as kind                     -- (2)
+        cross join lateral (
+            select task_id from (
+                select task_id from task where task_type = kind
+                and run_at is null and ticket >= 0.3717 order by ticket   -- (3)
+                limit 1 for update skip locked) as upper                  -- (4)
+            union all select task_id from (
+                select task_id from task where task_type = kind
+                and run_at is null and ticket < 0.3717 order by ticket
+                limit 1 for update skip locked) as lower
+            union all select task_id from (
+                select task_id from task where task_type = kind
+                and run_at <= now() order by run_at                       -- (5)
+                limit 1 for update skip locked) as due
+        ) as picked
+        limit 1))                                                         -- (6)
+    returning task_id, task_type, params, ..                              -- (7)
+
+1.  ``= any (array (..))`` makes the sub-select an expression that is evaluated exactly once.
+    ``task_id in (select .. limit 1)`` looks the same but may be planned as a join that runs the
+    sub-select again for every row of the table; each run skips what the statement took before,
+    and one claim takes many rows. It happens with default settings, on a queue that was empty
+    when statistics were gathered.
+2.  The types this worker has handlers for, in the order of this claim. The order is the policy:
+    shuffled gives every type an equal turn, however many tasks of another type wait.
+3.  A lottery: each row drew a random ``ticket`` at insert, and the claim starts at a random
+    number and walks up the index, wrapping around at the end (the second branch). That is random
+    order at the price of one index probe, where ``order by random()`` must read and sort them all.
+4.  ``skip locked`` passes over rows that other workers hold. Two workers never wait for each
+    other, and each gets another row.
+5.  Delayed and retried tasks whose time has come. Those whose time has not come are not in this
+    part of the index, and cost nothing. Every other claim looks here first, so that neither
+    a crowd of retries nor a crowd of new tasks can starve the other.
+6.  The branches run only as far as the limit asks, so no more rows are locked than are taken.
+    The number stands in the text as a literal: the planner then knows how few rows are wanted.
+7.  Columns by name: ``returning *`` would break the prepared statements of running workers when
+    a migration adds a column. RETURNING does not keep the order, so the worker sorts again.
+
+The two literal orders, ``random`` and ``tablesample``, are the same statement around
+``order by random()``, with an optional CASE before it. They are simple and exact, and they read
+the whole queue (or a sample of it) on every claim.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, get_args
+
+from sqlalchemy import (
+    REAL,
+    ColumnElement,
+    Executable,
+    FromClause,
+    Function,
+    Integer,
+    Select,
+    Table,
+    Text,
+    any_,
+    bindparam,
+    case,
+    cast,
+    delete,
+    func,
+    literal_column,
+    or_,
+    select,
+    true,
+    union_all,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from pgtask_sa.errors import ConfigurationError
+
+Order: TypeAlias = Literal["fair", "random", "tablesample"]
+Now: TypeAlias = "ColumnElement[Any]"
+
+APPLICATION_NAME = "pgtask"
+
+
+def server_now() -> Now:
+    """Return the server's clock at the start of the statement; worker clocks are never asked."""
+    return func.statement_timestamp()
+
+
+def claim_columns(table: Table) -> list[ColumnElement[Any]]:
+    """List what a claim returns: every column, so that a failed task can be put back whole.
+
+    The type comes as text, so that a label which this program's enum does not know cannot hurt.
+    JSON params come as text too: a task that is put back is the same to the last digit.
+    """
+    return [cast(c, Text).label(c.name) if _as_text(c) else c for c in table.columns]
+
+
+def _as_text(column: ColumnElement[Any]) -> bool:
+    json_params = column.name == "params" and "JSON" in type(column.type).__name__
+    return json_params or column.name == "task_type"
+
+
+def fair_claim(table: Table, limit: int, *, due_first: bool, now: Now | None = None) -> Executable:
+    """Claim by lottery, type by type in the order of ``:types``, starting at ``:pivot``."""
+    kinds = func.unnest(_types(table)).table_valued("kind").render_derived(name="kinds")
+    lottery = _lottery(table, kinds.c.kind, limit)
+    due = [_due(table, kinds.c.kind, limit, server_now() if now is None else now)]
+    branches = due + lottery if due_first else lottery + due
+    # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
+    wrapped = [select(b.correlate(kinds).subquery().c.task_id) for b in branches]
+    picked = union_all(*wrapped).lateral("picked")
+    chosen = select(picked.c.task_id).select_from(kinds.join(picked, true())).limit(_literal(limit))
+    return _take(table, chosen, limit)
+
+
+def random_claim(
+    table: Table, limit: int, *, ranks: Mapping[str, int] | None = None, now: Now | None = None
+) -> Executable:
+    """Claim by ``order by random()`` over the whole queue, after the CASE of ``ranks``."""
+    return _take(table, _shuffled(table, table, limit, ranks or {}, now), limit)
+
+
+def sampled_claim(
+    table: Table,
+    limit: int,
+    sample: Function[Any],
+    *,
+    ranks: Mapping[str, int] | None = None,
+    now: Now | None = None,
+) -> Executable:
+    """Claim by ``order by random()`` over a sample, such as ``func.system(1)`` (per cent)."""
+    source = table.tablesample(sample, name="sampled")
+    return _take(table, _shuffled(table, source, limit, ranks or {}, now), limit)
+
+
+def claim_by_id(table: Table) -> Executable:
+    """Claim one certain task, ``:task_id``, unless somebody else holds it."""
+    chosen = (
+        select(table.c.task_id)
+        .where(table.c.task_id == bindparam("task_id"))
+        .with_for_update(skip_locked=True)
+    )
+    return _take(table, chosen, 1)
+
+
+def claim_by_force(table: Table) -> Executable:
+    """Claim ``:task_id`` from the server process ``:pid``, which is terminated.
+
+    One statement: when it has sent the signal it waits for the row, and so is first in line when
+    the row comes free. Terminating first and claiming then would let another worker in between.
+    """
+    ended = func.pg_terminate_backend(bindparam("pid", type_=Integer))
+    found = delete(table).where(table.c.task_id == bindparam("task_id"), ended.is_not(None))
+    return found.returning(*claim_columns(table))
+
+
+def _literal(limit: int) -> ColumnElement[Any]:
+    return literal_column(str(int(limit)), Integer)
+
+
+def _text(constant: str) -> ColumnElement[Any]:
+    return literal_column(f"'{constant}'", Text)
+
+
+def _types(table: Table) -> ColumnElement[Any]:
+    return cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+
+
+def _lottery(table: Table, kind: ColumnElement[Any], limit: int) -> list[Select[Any]]:
+    pivot = cast(bindparam("pivot"), REAL)
+    halves = (table.c.ticket >= pivot, table.c.ticket < pivot)
+    return [
+        select(table.c.task_id)
+        .where(table.c.task_type == kind, table.c.run_at.is_(None), half)
+        .order_by(table.c.ticket)
+        .limit(_literal(limit))
+        .with_for_update(skip_locked=True)
+        for half in halves
+    ]
+
+
+def _due(table: Table, kind: ColumnElement[Any], limit: int, now: Now) -> Select[Any]:
+    return (
+        select(table.c.task_id)
+        .where(table.c.task_type == kind, table.c.run_at <= now)
+        .order_by(table.c.run_at)
+        .limit(_literal(limit))
+        .with_for_update(skip_locked=True)
+    )
+
+
+def _shuffled(
+    table: Table, source: FromClause, limit: int, ranks: Mapping[str, int], now: Now | None
+) -> Select[Any]:
+    c = source.c
+    moment = server_now() if now is None else now
+    order = [func.random()] if not ranks else [_rank_case(c.task_type, ranks), func.random()]
+    return (
+        select(c.task_id)
+        .where(c.task_type == any_(_types(table)), or_(c.run_at.is_(None), c.run_at <= moment))
+        .order_by(*order)
+        .limit(_literal(limit))
+        .with_for_update(skip_locked=True)
+    )
+
+
+def _rank_case(task_type: ColumnElement[Any], ranks: Mapping[str, int]) -> ColumnElement[Any]:
+    whens = {name: literal_column(str(int(rank)), Integer) for name, rank in ranks.items()}
+    return case(whens, value=cast(task_type, Text), else_=literal_column("0", Integer))
+
+
+def _take(table: Table, chosen: Select[Any], limit: int) -> Executable:
+    ids = func.array(chosen.scalar_subquery(), type_=ARRAY(table.c.task_id.type))
+    returned = claim_columns(table)
+    if limit == 1:
+        returned.append(_announce(table))
+    taken = delete(table).where(table.c.task_id == any_(ids))
+    return taken.returning(*returned)
+
+
+def _announce(table: Table) -> ColumnElement[Any]:
+    """Show in pg_stat_activity what this backend runs; costs no round trip, ends with the claim."""
+    c = table.c
+    name = func.concat(_text(f"{APPLICATION_NAME} "), c.task_id, _text(" "), c.task_type)
+    shown = func.left(name, literal_column("63", Integer))
+    return func.set_config(_text("application_name"), shown, true()).label("announced")
+
+
+@dataclass(frozen=True)
+class ClaimOptions:
+    """How a worker claims: the order, how many at a time, and which types go first.
+
+    Args:
+        order: ``fair`` (the indexed lottery), or literally ``random`` or ``tablesample``.
+        batch_size: tasks per claim and transaction, 1 to 10,000.
+        ranks: task type to rank; lower ranks go first, a type that is not named has rank 0.
+        sample: per cent of the table's pages that ``tablesample`` looks at.
+
+    Raises:
+        ConfigurationError: a value is out of its range.
+
+    Example:
+        >>> ClaimOptions(batch_size=0)
+        Traceback (most recent call last):
+        pgtask_sa.errors.ConfigurationError: batch_size must be an integer from 1 to 10000, got 0
+    """
+
+    order: Order = "fair"
+    batch_size: int = 1
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    sample: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.order not in get_args(Order):
+            raise ConfigurationError(f"order must be one of {get_args(Order)}, got {self.order!r}")
+        _check_integer("batch_size", self.batch_size, 1, 10_000)
+        for name, rank in self.ranks.items():
+            _check_integer(f"priority of {name}", rank, -(2**31), 2**31 - 1)
+        if not 0 < self.sample <= 100:  # noqa: PLR2004
+            raise ConfigurationError(f"sample must be over 0 up to 100 per cent: {self.sample!r}")
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
+
+
+class Claimer:
+    """Chooses the statement and the parameters of each claim; one per table and set of types."""
+
+    def __init__(self, table: Table, types: Sequence[str], options: ClaimOptions) -> None:
+        self.types = list(types)
+        self.options = options
+        self._random = random.Random()  # noqa: S311
+        self._statements = self._build(table, options)
+
+    @staticmethod
+    def _build(table: Table, options: ClaimOptions) -> list[Executable]:
+        limit, ranks = options.batch_size, options.ranks
+        if options.order == "fair":
+            return [fair_claim(table, limit, due_first=first) for first in (False, True)]
+        plain = random_claim(table, limit, ranks=ranks)
+        if options.order == "random":
+            return [plain]
+        # an empty sample does not mean an empty queue: look again at once, at everything
+        return [sampled_claim(table, limit, func.system(options.sample), ranks=ranks), plain]
+
+    def next(self) -> list[Executable]:
+        """Return the statements of the next claim; each further one only if it found nothing."""
+        if self.options.order == "fair":
+            return [self._random.choice(self._statements)]
+        return self._statements
+
+    def parameters(self) -> dict[str, Any]:
+        """Draw the parameters of the next claim: the types' turns, and where the lottery starts."""
+        if self.options.order != "fair":
+            return {"types": self.types}
+        return {"types": self._turns(), "pivot": self._random.random()}
+
+    def _turns(self) -> list[str]:
+        turns = self.types.copy()
+        self._random.shuffle(turns)
+        if self.options.ranks:
+            turns.sort(key=self.rank)
+        return turns
+
+    def rank(self, task_type: str) -> int:
+        """Return the rank of a task type; lower goes first."""
+        return self.options.ranks.get(task_type, 0)

@@ -1,0 +1,222 @@
+"""The crew of one worker process: its lanes, listener and watchdog, and how they end together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from sqlalchemy import URL, Connection
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import Session
+
+from pgtask_sa.claim import Claimer, ClaimOptions
+from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.engines import worker_async_engine, worker_engine
+from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.events import Events
+from pgtask_sa.handlers import Handler
+from pgtask_sa.lanes import AsyncLane, Shared, SyncLane
+from pgtask_sa.settle import Settler, Tables
+from pgtask_sa.wakeup import Health, Listener
+from pgtask_sa.watchdog import Watchdog
+
+SIDE_CONNECTIONS = 3  # listening, enforcing a deadline, and one to spare
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a worker works; see `pgtask_sa.Worker` for each value."""
+
+    concurrency: int = 4
+    processes: int = 1
+    claim: ClaimOptions = field(default_factory=ClaimOptions)
+    drain: bool = False
+    grace: float = 30.0
+    idle_interval: float = 5.0
+    report_interval: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("concurrency", 1000), ("processes", 1000)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigurationError(f"{name} must be an integer from 1 to {most}: {value!r}")
+        if self.idle_interval <= 0 or self.report_interval <= 0:
+            raise ConfigurationError("idle_interval and report_interval must be over 0 seconds")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a crew needs to know."""
+
+    url: URL
+    options: Options
+    tables: Tables
+    handlers: Mapping[str, Handler]
+    events: Events
+    session: Callable[..., Session]
+    async_session: Callable[..., AsyncSession]
+
+
+class Crew:
+    """The threads of one worker process."""
+
+    def __init__(self, plan: Plan, stopping: threading.Event, stop: Callable[[], None]) -> None:
+        o = plan.options
+        self.plan = plan
+        self.stopping = stopping
+        self.stop = stop
+        self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS)
+        handlers = plan.handlers
+        kinds = {"sync": _of_kind(handlers, False), "async": _of_kind(handlers, True)}
+        self.counts = {kind: o.concurrency for kind, types in kinds.items() if types}
+        self.bell = Doorbell(self.counts)
+        self.health = Health(plan.events)
+        self.watchdog = Watchdog(self.engine, self._settler)
+        self.watchdog.on_stuck = self._replace
+        self.shared = Shared(
+            tables=plan.tables,
+            handlers=handlers,
+            claimers={
+                kind: partial(Claimer, plan.tables.task, types, o.claim)
+                for kind, types in kinds.items()
+            },
+            bell=self.bell,
+            health=self.health,
+            events=plan.events,
+            watchdog=self.watchdog,
+            make_session=plan.session,
+            make_async_session=plan.async_session,
+            stopping=stopping,
+        )
+        self.listener = Listener(
+            self.engine,
+            plan.tables.task,
+            list(handlers),
+            self.bell,
+            self.health,
+            idle_interval=o.idle_interval,
+            report_interval=o.report_interval,
+        )
+        self.lanes: list[SyncLane] = []
+        self.loop = LoopThread(self.shared, plan.url, self.counts.get("async", 0))
+
+    def _settler(self, connection: Connection) -> Settler:
+        return Settler(connection, self.plan.tables, self.plan.handlers, self.plan.events)
+
+    def start(self) -> None:
+        """Start everything; lanes connect by themselves, and wait for a database that is away."""
+        if self.plan.options.drain:
+            self.bell.on_quiet = self.stop
+        else:
+            self.listener.start()
+        self.watchdog.start()
+        for _ in range(self.counts.get("sync", 0)):
+            self._add_lane()
+        if self.loop.count:
+            self.loop.start()
+
+    def _add_lane(self) -> None:
+        lane = SyncLane(self.shared, self.engine, len(self.lanes) + 1)
+        self.lanes.append(lane)
+        lane.start()
+
+    def _replace(self, lane: SyncLane) -> None:
+        """Write off a lane whose handler does not come back, and start another."""
+        if self.stopping.is_set():
+            return
+        self.plan.events.emit(
+            "lane.stuck",
+            f"{lane.name} is stuck in a handler long after its deadline; another takes its place",
+            level=logging.ERROR,
+        )
+        lane.abandoned = True
+        self._add_lane()
+
+    def close(self) -> None:
+        """Stop claiming: wake all who sleep, so that they can leave."""
+        self.bell.close()
+        if self.listener.is_alive():
+            self.listener.stop()
+
+    def busy(self) -> int:
+        """Count the lanes that have not ended yet."""
+        alive = sum(lane.is_alive() and not lane.abandoned for lane in self.lanes)
+        return alive + self.loop.busy()
+
+    def wait(self, seconds: float) -> None:
+        """Wait a moment for lanes to end."""
+        for lane in self.lanes:
+            if lane.is_alive() and not lane.abandoned:
+                lane.join(seconds)
+                return
+        self.loop.join(seconds)
+
+    def cut(self) -> None:
+        """Cut off what still runs; what does not react in a moment is left behind as a daemon."""
+        for lane in self.lanes:
+            if lane.is_alive():
+                lane.cut()
+        self.loop.cut()
+        deadline = time.monotonic() + 1.0
+        while self.busy() and time.monotonic() < deadline:
+            self.wait(0.05)
+
+    def end(self) -> None:
+        """Close what is left open."""
+        self.watchdog.stop()
+        if self.listener.is_alive():
+            self.listener.join(2.0)
+        if not self.busy():
+            self.engine.dispose()
+
+
+class LoopThread(threading.Thread):
+    """The thread of the event loop, with the async lanes on it."""
+
+    def __init__(self, shared: Shared, url: URL, count: int) -> None:
+        super().__init__(name="pgtask-loop", daemon=True)
+        self.shared = shared
+        self.url = url
+        self.count = count
+        self.lanes: list[AsyncLane] = []
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._running = 0
+
+    def run(self) -> None:
+        """Run all lanes to their end."""
+        asyncio.run(self._main())
+
+    async def _main(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        engine = worker_async_engine(self.url, self.count)
+        self.lanes = [AsyncLane(self.shared, engine, n + 1) for n in range(self.count)]
+        running = [lane.start() for lane in self.lanes]
+        self._running = self.count
+        for task in running:
+            await asyncio.wait([task])
+            self._running -= 1
+        await engine.dispose()
+
+    def busy(self) -> int:
+        """Count the lanes that have not ended yet."""
+        return self._running if self.is_alive() else 0
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread, if it was ever started."""
+        if self.ident is not None:
+            super().join(timeout)
+
+    def cut(self) -> None:
+        """Cut off all lanes."""
+        if self.loop is not None and self.is_alive():
+            for lane in self.lanes:
+                self.loop.call_soon_threadsafe(lane.cut)
+
+
+def _of_kind(handlers: Mapping[str, Handler], is_async: bool) -> list[str]:
+    return [name for name, handler in handlers.items() if handler.is_async is is_async]

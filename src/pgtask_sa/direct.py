@@ -1,0 +1,161 @@
+"""Enqueues that are one statement at the call, because the answer depends on other transactions.
+
+Coalescing, unique tables and bulk. Each may have to wait for a transaction that holds an equal
+task; no wait is longer than the session's ``enqueue_lock_timeout``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import func, select
+from sqlalchemy.exc import DBAPIError
+
+from pgtask_sa import insert_statements as statements
+from pgtask_sa.errors import DuplicateTask, EnqueueBlocked, EnqueueError
+from pgtask_sa.retry import Seconds, as_seconds
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
+    from sqlalchemy.dialects.postgresql import Insert
+    from sqlalchemy.orm import Session
+
+    from pgtask_sa.insert_statements import NewTask
+    from pgtask_sa.intake import Target
+
+LOCK_NOT_AVAILABLE = "55P03"
+
+
+def _ready(session: Session, task_class: type[Any]) -> Connection:
+    """Flush what the session would flush before any statement; return the task's connection."""
+    if session.autoflush:
+        session.flush()
+    if session.twophase:
+        session.execute(statements.silence_wakeup(), bind_arguments={"mapper": task_class})
+    return session.connection(bind_arguments={"mapper": task_class})
+
+
+def write_coalesced(session: Session, new: NewTask, timeout: Seconds) -> Any | None:
+    """Insert a task unless an equal one waits; see `insert_statements.insert_unless_waiting`."""
+    connection = _ready(session, new.task_class)
+    if not connection.scalar(statements.lock_key(new, wait=False)):
+        with bounded_wait(connection, timeout, new.label):
+            connection.execute(statements.lock_key(new, wait=True))
+    return _insert(session, new, statements.insert_unless_waiting(new))
+
+
+def write_unique(session: Session, new: NewTask, rule: str, timeout: Seconds) -> Any | None:
+    """Insert a task into a unique table; return None, or raise, when an equal one is there."""
+    connection = _ready(session, new.task_class)
+    with bounded_wait(connection, timeout, new.label):
+        task = _insert(session, new, statements.insert_one(new).on_conflict_do_nothing())
+    if task is None and rule == "raise":
+        raise DuplicateTask(f"an equal task of type {new.label!r} is waiting already")
+    return task
+
+
+def _insert(session: Session, new: NewTask, statement: Insert) -> Any | None:
+    # The flush was done before the savepoint: in it, rolling back would undo the caller's rows.
+    with session.no_autoflush:
+        returning = statements.returning_all(statement, new.task_class)
+        task = session.scalars(returning).one_or_none()
+    if task is not None:
+        session.expunge(task)
+    return task
+
+
+@contextlib.contextmanager
+def bounded_wait(connection: Connection, timeout: Seconds, label: str) -> Iterator[None]:
+    """Wait for another transaction for so long and no longer, in a savepoint.
+
+    An equal task that runs is a deleted row whose transaction is open. Without a limit an insert
+    waits for as long as the handler runs; from a second connection inside that very handler it
+    waits for ever, and Postgres sees no deadlock.
+    """
+    milliseconds = max(1, round(as_seconds(timeout, "enqueue_lock_timeout") * 1000))
+    savepoint = connection.begin_nested()
+    try:
+        before = str(connection.scalar(select(func.current_setting("lock_timeout"))))
+        connection.execute(statements.set_lock_timeout(f"{milliseconds}ms"))
+        yield
+        connection.execute(statements.set_lock_timeout(before))
+        savepoint.commit()
+    except BaseException as error:
+        savepoint.rollback()
+        if isinstance(error, DBAPIError) and _sqlstate(error) == LOCK_NOT_AVAILABLE:
+            raise EnqueueBlocked(
+                f"an equal task of type {label!r} is being run or written, and did not end "
+                f"within {milliseconds / 1000:g} s"
+            ) from error
+        raise
+
+
+def _sqlstate(error: DBAPIError) -> str | None:
+    original = error.orig
+    return getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
+
+
+def write_many(
+    session: Session,
+    target: Target,
+    template: NewTask,
+    params: Iterable[Any],
+    *,
+    batch_size: int,
+    unique: bool,
+    timeout: Seconds,
+) -> int:
+    """Insert many tasks, one statement per batch; return how many rows were written."""
+    batches = _batches(target, params, batch_size, in_order=unique)
+    connection = _ready(session, template.task_class)
+    written = 0
+    for batch in batches:
+        statement = statements.insert_batch(template, batch)
+        if unique:
+            with bounded_wait(connection, timeout, template.label):
+                written += _count(connection, statement.on_conflict_do_nothing())
+        else:
+            written += _count(connection, statement)
+    return written
+
+
+def _count(connection: Connection, statement: Insert) -> int:
+    # without the option SQLAlchemy does not look at the row count of an insert
+    result = connection.execute(statement, execution_options={"preserve_rowcount": True})
+    return result.rowcount
+
+
+def _batches(
+    target: Target, params: Iterable[Any], size: int, *, in_order: bool
+) -> Iterator[list[dict[str, Any]]]:
+    """Validate and cut into batches: a sequence as a whole and at once, an iterator as it comes.
+
+    On unique tables the keys are put in order. Two transactions that insert the same keys in
+    opposite orders would wait for each other until Postgres kills one of them.
+    """
+    if isinstance(params, (Mapping, str)):
+        raise EnqueueError(f"params_list must be a list of params, got {params!r}")
+    dumped: Iterable[dict[str, Any]] = _numbered(target, params)
+    if isinstance(params, Sequence):
+        dumped = sorted(dumped, key=_order) if in_order else list(dumped)
+    return _cut(iter(dumped), size, in_order=in_order)
+
+
+def _cut(
+    dumped: Iterator[dict[str, Any]], size: int, *, in_order: bool
+) -> Iterator[list[dict[str, Any]]]:
+    while batch := list(itertools.islice(dumped, size)):
+        yield sorted(batch, key=_order) if in_order else batch
+
+
+def _order(params: dict[str, Any]) -> str:
+    return json.dumps(params, sort_keys=True)
+
+
+def _numbered(target: Target, params: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    for number, item in enumerate(params):
+        yield target.dump(item, path=f"params_list[{number}]")

@@ -1,0 +1,105 @@
+"""The worker's own engines: psycopg, READ COMMITTED, one connection for each lane."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.ground import watch_errors
+
+DRIVER = "postgresql+psycopg"
+
+CONNECT_ARGS = {
+    # a connection that died silently (a cable, a firewall) is noticed in about half a minute
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 4,
+    "tcp_user_timeout": 30_000,
+    "connect_timeout": 10,
+}
+
+# A server process does not look at its socket while it runs a query. With this it notices within
+# half a second that its worker was killed, and gives the row back.
+CHECK_CLIENT = "set client_connection_check_interval = '500ms'"
+
+
+def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
+    """Return the URL of a database with our driver, psycopg, whatever driver was named.
+
+    Raises:
+        ConfigurationError: it is not the URL of a Postgres database.
+
+    Example:
+        >>> database_url("postgres://bob@db/app").drivername
+        'postgresql+psycopg'
+    """
+    if isinstance(given, (Engine, AsyncEngine)):
+        given = given.url
+    try:
+        url = make_url(given)
+    except ArgumentError as error:
+        raise ConfigurationError(f"not a database URL: {error}") from error
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise ConfigurationError(f"a Postgres database is needed, not {url.get_backend_name()!r}")
+    return url.set(drivername=DRIVER)
+
+
+def given_url(option: str | None) -> URL:
+    """Return the URL that an option names, or else the environment variable DATABASE_URL.
+
+    Raises:
+        ConfigurationError: neither is set, or it is not the URL of a Postgres database.
+
+    Example:
+        >>> given_url("postgresql+asyncpg://db/app").database
+        'app'
+    """
+    url = option or os.environ.get("DATABASE_URL")
+    if not url:
+        raise ConfigurationError("name the database with --database-url or DATABASE_URL")
+    return database_url(url)
+
+
+def _options(size: int) -> dict[str, Any]:
+    return {
+        "pool_size": size,
+        "max_overflow": 0,
+        "pool_reset_on_return": "rollback",
+        "isolation_level": "READ COMMITTED",  # under a higher one SKIP LOCKED fails, not skips
+        "connect_args": CONNECT_ARGS,
+    }
+
+
+def worker_engine(url: URL, size: int) -> Engine:
+    """Build the engine of the sync lanes and of the worker's side connections."""
+    engine = create_engine(url, **_options(size))
+    _prepare(engine)
+    return engine
+
+
+def worker_async_engine(url: URL, size: int) -> AsyncEngine:
+    """Build the engine of the async lanes."""
+    engine = create_async_engine(url, **_options(size))
+    _prepare(engine.sync_engine)
+    return engine
+
+
+def _prepare(engine: Engine) -> None:
+    watch_errors(engine)
+
+    @event.listens_for(engine, "connect")
+    def _check_client(dbapi_connection: Any, _record: Any) -> None:
+        cursor = dbapi_connection.cursor()
+        try:
+            cursor.execute(CHECK_CLIENT)
+            dbapi_connection.commit()
+        except Exception:  # noqa: BLE001 - not every platform's server can do it
+            dbapi_connection.rollback()
+        finally:
+            cursor.close()

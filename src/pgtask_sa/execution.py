@@ -1,0 +1,292 @@
+"""One claim in one transaction: claim, call each handler, settle; commit last.
+
+`Execution.sweep` is written once, over a synchronous Connection. A `Face` makes the difference
+between a thread, whose handlers are plain functions, and an event loop, where the same code runs
+inside ``run_sync`` and the handlers are awaited from there.
+
+What can happen to a task, and where it is settled:
+
+* The handler returns, COMMIT succeeds: the row was deleted by the claim; nothing is written.
+* The handler fails: its work is undone to the savepoint, and the row is put back with the attempt
+  counted (or buried) in the same transaction, so that nobody can take it in between.
+* The transaction itself is lost (the connection died, a deferred constraint failed at COMMIT):
+  the row is back by itself, uncounted. If the task is to blame, the attempt is counted on a fresh
+  transaction before the next claim.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, Executable
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from pgtask_sa.claim import Claimer
+from pgtask_sa.errors import TaskError, TaskFailed
+from pgtask_sa.events import Events
+from pgtask_sa.failures import comes_from, is_blameless, sqlstate
+from pgtask_sa.ground import Ground
+from pgtask_sa.handlers import Handler, TaskView
+from pgtask_sa.retry import Policy, Verdict, decide
+from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost
+
+MAX_BLAMELESS = 20
+LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
+TIME_LIMITS = ("25P03", "25P04")  # the server ended a transaction that took too long
+
+
+class Stopped(BaseException):
+    """The worker is being stopped and cuts this task off: roll back, count nothing."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class Face(Protocol):
+    """How handlers of one kind, sync or async, get their session and are called."""
+
+    def open(self) -> tuple[Session, Any]:
+        """Return a new session as this code sees it, and as the handler does."""
+
+    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
+        """Run the handler to its end."""
+
+
+class Execution:
+    """Runs claims on one connection."""
+
+    def __init__(  # noqa: PLR0917 - it is where everything meets
+        self,
+        connection: Connection,
+        face: Face,
+        claimer: Claimer,
+        handlers: Mapping[str, Handler],
+        tables: Tables,
+        events: Events,
+    ) -> None:
+        self.connection = connection
+        self.face = face
+        self.claimer = claimer
+        self.handlers = handlers
+        self.tables = tables
+        self.events = events
+        self.ground = Ground(connection)
+        self.settler = Settler(connection, tables, handlers, events)
+        self.on_full: Callable[[], object] = _nothing
+        self.running: Claimed | None = None
+        self.cut = False  # set from outside: whatever runs must not commit any more
+        self.expired: Claimed | None = None  # set from outside: this one's deadline was enforced
+        self._owed: list[TransactionLost] = []
+        self._blameless: dict[int, int] = {}
+
+    # -- the walk of one claim ---------------------------------------------------------------
+
+    def sweep(self) -> int:
+        """Claim once, run what was claimed, commit. Return how many tasks were claimed.
+
+        Raises:
+            DBAPIError: the database is away or refuses to work; nothing was done.
+            Stopped: the worker is being stopped, and the tasks were given back.
+        """
+        self._pay()
+        return self._transact(self._claim)
+
+    def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
+        transaction = self.connection.begin()
+        try:
+            batch = claim()
+            finished = [self._attempt(claimed) for claimed in batch]
+        except TransactionLost as lost:
+            self._give_up(transaction)
+            self._blame(lost)
+            return 1
+        except BaseException:
+            self._give_up(transaction)
+            raise
+        if self._commit(transaction, batch):
+            for report in finished:
+                self.settler.tell(*report)
+        return len(batch)
+
+    def _claim(self) -> list[Claimed]:
+        for statement in self.claimer.next():
+            rows = self._fetch(statement, self.claimer.parameters())
+            if rows:
+                rows.sort(key=lambda claimed: self.claimer.rank(claimed.task_type))
+                if len(rows) == self.claimer.options.batch_size:
+                    self.on_full()  # there may be more: wake another lane before the work begins
+                return rows
+        return []
+
+    def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> list[Claimed]:
+        rows = self.connection.execute(statement, parameters).mappings().all()
+        if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
+            raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
+        return [self.tables.claimed(row) for row in rows]
+
+    def _attempt(self, claimed: Claimed) -> tuple[Claimed, Verdict, BaseException | None, float]:
+        """Run one task and write what became of it; both in the claim's transaction."""
+        handler = self.handlers[claimed.task_type]
+        start = time.perf_counter()
+        self.running = claimed
+        try:
+            error = self._run(handler, claimed)
+            verdict = self._settle(claimed, error, handler.policy)
+        finally:
+            self.running = None
+        return claimed, verdict, error, time.perf_counter() - start
+
+    def _run(self, handler: Handler, claimed: Claimed) -> BaseException | None:
+        """Call the handler on firm ground; return what went wrong, if anything did."""
+        session, handed = self.face.open()
+        error: BaseException | None = None
+        with self.ground:
+            try:
+                self.face.call(handler, self._arguments(handler, handed, claimed), claimed)
+                self._finish(session)
+            except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
+                error = raised
+            status = self.ground.status()
+        self._close(session)
+        if self.cut:
+            raise Stopped from error
+        if status in LOST or self.expired is claimed:
+            raise TransactionLost(claimed, error, ended=status == TransactionStatus.IDLE)
+        return error
+
+    def _finish(self, session: Session) -> None:
+        """Flush the handler's session and release its savepoint, if there is nothing amiss."""
+        status = self.ground.status()
+        if status == TransactionStatus.INERROR:
+            # COMMIT would "succeed" as a silent ROLLBACK, and the task would run for ever
+            cause = self.ground.trouble()
+            raise TaskFailed(f"the handler swallowed a database error: {cause!r}") from cause
+        if status != TransactionStatus.IDLE:
+            session.commit()
+
+    def _arguments(self, handler: Handler, handed: Any, claimed: Claimed) -> tuple[Any, ...]:
+        raw = claimed.params()
+        arguments = (handed, handler.load_params(raw))
+        return (*arguments, self._view(handler, claimed, raw)) if handler.takes_task else arguments
+
+    def _view(self, handler: Handler, claimed: Claimed, raw: Any) -> TaskView:
+        columns = {name: claimed.values[name] for name in self.tables.own_columns}
+        return TaskView(
+            task_id=claimed.task_id,
+            task_type=claimed.task_type,
+            params=raw,
+            created_at=claimed.values["created_at"],
+            attempt=claimed.attempts + 1,
+            max_attempts=handler.policy.max_attempts,
+            columns=columns,
+        )
+
+    def _close(self, session: Session) -> None:
+        try:
+            session.close()
+        except Exception:  # noqa: BLE001 - of a connection in trouble; _check finds out
+            self.events.emit("session.close", "closing a session failed", level=logging.DEBUG)
+
+    # -- what became of it -------------------------------------------------------------------
+
+    def _settle(self, claimed: Claimed, error: BaseException | None, policy: Policy) -> Verdict:
+        """Write the outcome in the transaction that holds the claim."""
+        if error is None:
+            self.ground.keep()
+            return Verdict("done")
+        try:
+            self.ground.undo()
+        except psycopg.Error as gone:  # the savepoint went with a transaction that was ended
+            raise TransactionLost(claimed, error, ended=True) from gone
+        verdict = decide(
+            error, claimed.attempts, policy, blameless=self._is_blameless(claimed, error)
+        )
+        self.settler.write(claimed, verdict, error)
+        return verdict
+
+    def _is_blameless(self, claimed: Claimed, error: BaseException) -> bool:
+        """Say whether our own database is to blame; bounded, lest a task come back for ever."""
+        trouble = self.ground.trouble()
+        if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
+            return False
+        if len(self._blameless) > 10_000:  # noqa: PLR2004
+            self._blameless.clear()
+        count = self._blameless[claimed.task_id] = self._blameless.get(claimed.task_id, 0) + 1
+        return count <= MAX_BLAMELESS
+
+    # -- when the transaction is lost --------------------------------------------------------
+
+    def _give_up(self, transaction: Any) -> None:
+        """Roll back, by cutting the connection if there is no other way."""
+        try:
+            if self.ground.status() == TransactionStatus.IDLE:
+                self.connection.invalidate()  # somebody ended the transaction under us
+            transaction.rollback()
+        except Exception:  # noqa: BLE001 - the connection is gone, and with it the transaction
+            self.connection.invalidate()
+            transaction.close()
+
+    def _commit(self, transaction: Any, batch: list[Claimed]) -> bool:
+        """Commit. A failure here is the only one that does not tell which task it belongs to."""
+        try:
+            if self.cut:
+                raise Stopped  # noqa: TRY301
+            transaction.commit()
+        except Stopped:
+            self._give_up(transaction)
+            raise
+        except DBAPIError as error:
+            lost = self.ground.status() == TransactionStatus.UNKNOWN or error.connection_invalidated
+            if lost and sqlstate(error) not in TIME_LIMITS:
+                self.events.emit(
+                    "commit.unknown",
+                    "the connection was lost during COMMIT: what is still in the table runs again",
+                    level=logging.WARNING,
+                    task_ids=[claimed.task_id for claimed in batch],
+                )
+                raise
+            self._give_up(transaction)
+            if is_blameless(error):
+                raise
+            self._find_culprit(batch, error)
+            return False
+        return True
+
+    def _find_culprit(self, batch: list[Claimed], error: DBAPIError) -> None:
+        """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""
+        if len(batch) == 1:
+            self._blame(TransactionLost(batch[0], error))
+            return
+        for claimed in batch:
+            self._transact(partial(self.settler.reclaim, claimed.task_id))
+
+    def _blame(self, lost: TransactionLost) -> None:
+        """Note that a lost transaction is the task's fault, unless it is not."""
+        if lost.claimed is self.expired:
+            return  # whoever enforced the deadline has counted the attempt
+        if not lost.ended and (lost.error is None or is_blameless(lost.error)):
+            self.events.emit(
+                "transaction.lost",
+                f"the transaction of {lost.claimed} was lost; it runs again",
+                level=logging.WARNING,
+                task_id=lost.claimed.task_id,
+                task_type=lost.claimed.task_type,
+            )
+        else:
+            self._owed.append(lost)
+
+    def _pay(self) -> None:
+        """Count the attempts that could not be counted in their own transaction."""
+        while self._owed:
+            lost = self._owed[0]
+            with self.connection.begin():
+                self.settler.settle_apart(lost)
+            self._owed.pop(0)

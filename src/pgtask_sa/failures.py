@@ -1,0 +1,123 @@
+"""Reading errors: what to keep of them, and whose fault they are. Pure, but for their classes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+
+from sqlalchemy.exc import DBAPIError, StatementError
+
+MAX_ERROR = 4000
+LIBRARIES = ("/pgtask_sa/", "/sqlalchemy/")  # their frames say nothing about a handler
+
+BLAMELESS = (
+    "08",  # connection exceptions
+    "57P0",  # the server shuts down, or an administrator ended the connection
+    "53",  # out of memory, disk full, too many clients
+    "25006",  # read-only: a standby, or a failover under way
+    "40001",  # lost a serialisation race
+    "40P01",  # a deadlock, and we were the victim
+)
+
+
+def sqlstate(error: BaseException | None) -> str | None:
+    """Return the five-letter code of a database error, whichever driver or wrapper it came in.
+
+    Example:
+        >>> import psycopg
+        >>> sqlstate(psycopg.errors.DeadlockDetected())
+        '40P01'
+        >>> sqlstate(ValueError()) is None
+        True
+    """
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    for name in ("sqlstate", "pgcode"):
+        code = getattr(origin, name, None)
+        if isinstance(code, str):
+            return code
+    return None
+
+
+def is_blameless(error: BaseException | None) -> bool:
+    """Say whether a database error is the database's own trouble, and no fault of the statement.
+
+    Example:
+        >>> import psycopg
+        >>> is_blameless(psycopg.errors.ReadOnlySqlTransaction())
+        True
+        >>> is_blameless(psycopg.errors.DivisionByZero())
+        False
+    """
+    code = sqlstate(error)
+    if code is None:
+        return isinstance(error, DBAPIError) and error.connection_invalidated
+    return code.startswith(BLAMELESS)
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Walk from an error to what caused it.
+
+    Example:
+        >>> inner = KeyError("a"); outer = ValueError("b"); outer.__cause__ = inner
+        >>> list(chain(outer)) == [outer, inner]
+        True
+    """
+    for _ in range(20):
+        if error is None:
+            return
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def comes_from(error: BaseException | None, trouble: BaseException) -> bool:
+    """Say whether a handler's error was raised on account of that database error."""
+    return any(link is trouble or getattr(link, "orig", None) is trouble for link in chain(error))
+
+
+def describe(error: BaseException, *, ascii_only: bool = False) -> str:
+    """Render an error for keeping: class, message and the place it came from.
+
+    Never fails, never holds what Postgres cannot store, never more than 4,000 characters, and no
+    statement parameters: of a database error only the server's primary message is kept.
+
+    Example:
+        >>> print(describe(ValueError("bad\\x00value")))
+        ValueError: bad\\x00value
+        >>> len(describe(ValueError("x" * 10_000)))
+        4000
+    """
+    text = f"{type(error).__name__}: {_message(error)}".removesuffix(": ")
+    place = _place(error)
+    room = MAX_ERROR - len(place)
+    return _storable(_cut(text, room) + place, ascii_only=ascii_only)[:MAX_ERROR]
+
+
+def _message(error: BaseException) -> str:
+    origin = error.orig if isinstance(error, StatementError) else error
+    primary = getattr(getattr(origin, "diag", None), "message_primary", None)
+    if isinstance(primary, str):
+        return primary
+    try:
+        return str(origin)
+    except Exception as broken:  # noqa: BLE001 - an error whose text fails must not win
+        return f"(its message cannot be rendered: {type(broken).__name__})"
+
+
+def _place(error: BaseException) -> str:
+    try:
+        frames = traceback.extract_tb(error.__traceback__)
+    except Exception:  # noqa: BLE001
+        return ""
+    own = [f for f in frames if not any(name in f.filename for name in LIBRARIES)]
+    lines = [f"\n  at {f.filename}:{f.lineno} in {f.name}" for f in own[-5:]]
+    return "".join(lines)[-MAX_ERROR // 2 :]
+
+
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else text[: room - 1] + "…"
+
+
+def _storable(text: str, *, ascii_only: bool) -> str:
+    text = text.replace("\x00", "\\x00")
+    encoding = "ascii" if ascii_only else "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

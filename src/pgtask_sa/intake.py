@@ -1,0 +1,162 @@
+"""From the arguments of an enqueue to a checked `NewTask`: judge everything before any write.
+
+What is judged here raises at the call, with nothing added to the session. Then there are two ways
+to the table: a plain enqueue goes through the unit of work (ledger.py), the others are statements
+at the call (direct.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Enum as SqlEnum
+
+from pgtask_sa import insert_statements as statements
+from pgtask_sa.errors import ConfigurationError, EnqueueError, ParamsError
+from pgtask_sa.handlers import handler_of
+from pgtask_sa.insert_statements import NewTask
+from pgtask_sa.mapping import TaskMixin, task_label, task_table, unique_columns
+from pgtask_sa.params import MAX_BYTES, PLAIN, ParamsCodec, hstore_texts, snapshot_hstore
+from pgtask_sa.retry import Seconds, as_seconds
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is enqueued: a task class, the label of a type, and the codec of its params."""
+
+    task_class: type[Any]
+    label: str
+    codec: ParamsCodec = PLAIN
+    max_bytes: int = MAX_BYTES
+
+    def dump(self, params: Any, *, path: str = "params") -> dict[str, Any]:
+        """Validate params and return what the column keeps."""
+        if statements.is_hstore(self.task_class) and not self.codec.typed:
+            return snapshot_hstore(params, path=path, max_bytes=self.max_bytes)
+        raw = self.codec.dump(params, path=path, max_bytes=self.max_bytes)
+        return hstore_texts(raw, path=path) if statements.is_hstore(self.task_class) else raw
+
+    def evaluate(self, params: Callable[[], Any]) -> dict[str, Any]:
+        """Evaluate and validate params that were given as a callable."""
+        raw = self.dump(params())
+        missing = next((key for key, value in raw.items() if value is None), None)
+        if missing is not None and not self.codec.typed:
+            question = "None; was the object it comes from added to the session?"
+            raise ParamsError(f"params.{missing}", question)
+        return raw
+
+
+def resolve(
+    task: Any, task_class: type[Any] | None, default: type[Any], max_bytes: int = MAX_BYTES
+) -> Target:
+    """Find out what a task type, an enum member or a handler function stands for."""
+    if isinstance(task, (str, Enum)) or not callable(task):
+        cls = task_class or default
+        return Target(cls, task_label(cls, task), max_bytes=max_bytes)
+    _, handler = handler_of(task)
+    if task_class is None or task_class is handler.task_class:
+        return Target(handler.task_class, handler.label, handler.codec, max_bytes)
+    return Target(task_class, task_label(task_class, handler.task_type), handler.codec, max_bytes)
+
+
+def new_task(
+    target: Target,
+    *,
+    run_at: Any = None,
+    delay: Seconds | None = None,
+    columns: Mapping[str, Any],
+) -> NewTask:
+    """Check everything but the params, which are still empty."""
+    check_columns(target.task_class, columns)
+    moment = check_run_at(run_at, delay)
+    return NewTask(target.task_class, target.label, {}, moment, columns)
+
+
+def check_run_at(run_at: Any, delay: Seconds | None) -> Any:
+    """Return when a task may run: a moment, an SQL expression, or None for now."""
+    if delay is not None:
+        if run_at is not None:
+            raise EnqueueError("give run_at or delay, not both")
+        seconds = _delay_seconds(delay)
+        return statements.run_at_after(seconds) if seconds else None
+    if run_at is None or statements.has_sql(run_at):
+        return run_at
+    if not isinstance(run_at, datetime):
+        raise EnqueueError(f"run_at must be a datetime, got {run_at!r}")
+    if run_at.utcoffset() is None:
+        raise EnqueueError(f"run_at must be timezone-aware, got {run_at!r}")
+    return run_at
+
+
+def _delay_seconds(delay: Seconds) -> float:
+    try:
+        return as_seconds(delay, "delay")
+    except ConfigurationError as error:
+        raise EnqueueError(str(error)) from None
+
+
+def check_columns(task_class: type[Any], columns: Mapping[str, Any]) -> None:
+    """Refuse names that are no extra columns of the task class."""
+    unknown = columns.keys() - _extra_columns(task_class)
+    if unknown:
+        valid = ", ".join(sorted(_extra_columns(task_class))) or "none"
+        raise EnqueueError(
+            f"{task_class.__name__} has no extra column {', '.join(sorted(unknown))} "
+            f"(its extra columns: {valid})"
+        )
+
+
+_LIBRARY_COLUMNS = frozenset(
+    name for name in TaskMixin.__annotations__ if not name.startswith("__")
+)
+
+
+def _extra_columns(task_class: type[Any]) -> set[str]:
+    keys = {attribute.key for attribute in task_class.__mapper__.column_attrs}
+    return keys - _LIBRARY_COLUMNS
+
+
+def make_object(new: NewTask) -> Any:
+    """Make the ORM object of a plain enqueue."""
+    kind = task_table(new.task_class).c.task_type.type
+    label: Any = new.label
+    if isinstance(kind, SqlEnum) and kind.enum_class is not None:
+        label = dict(zip(kind.enums, kind.enum_class, strict=False))[label]
+    extra = {"run_at": new.run_at} if new.run_at is not None else {}
+    return new.task_class(task_type=label, params=new.params, **extra, **new.columns)
+
+
+def conflict_rule(task_class: type[Any], on_conflict: str | None, *, coalesce: bool) -> str | None:
+    """Return what to do about an equal task on a unique table; None on any other table."""
+    unique = unique_columns(task_class)
+    if on_conflict not in (None, "skip", "raise"):
+        raise EnqueueError(f'on_conflict must be "skip" or "raise", got {on_conflict!r}')
+    if unique is None:
+        if on_conflict is not None:
+            raise EnqueueError(
+                f"on_conflict needs a unique constraint over task_type and params, which "
+                f"{task_table(task_class).name} does not have; coalesce=True needs none"
+            )
+        return None
+    if coalesce:
+        raise EnqueueError(
+            f"coalesce cannot be used with the unique constraint of {task_table(task_class).name}: "
+            "an equal task that runs would block it"
+        )
+    return on_conflict or "skip"
+
+
+def check_usable(session: Session) -> None:
+    """Refuse a session whose transaction is over: what is added now would be lost silently."""
+    if not session.is_active:
+        raise EnqueueError(
+            "the session's transaction has ended or failed, and a task enqueued now would be lost: "
+            "enqueue before commit (the before_commit event will do), or after rollback()"
+        )

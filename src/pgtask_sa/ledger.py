@@ -1,0 +1,144 @@
+"""What a session has enqueued and not yet written, and the flush that writes it.
+
+A plain enqueue is a ``session.add()``: rollback, savepoints and the order of the flush are the
+caller's. Two things are added to the flush. Params given as a callable are evaluated when the rows
+they look at have been written. And a written task leaves the session: its row may be claimed and
+deleted as soon as the caller commits, so the object must never be refreshed or updated again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from sqlalchemy import ARRAY, BigInteger, any_, cast, func, inspect, select
+
+from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.insert_statements import silence_wakeup
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.orm import Session, SessionTransaction
+
+Fill: TypeAlias = Callable[[], dict[str, Any]]
+
+
+class Ledger:
+    """The tasks of one session that are on their way to the database.
+
+    Attributes:
+        tasks: enqueued objects that no flush of ours has seen written.
+        deferred: of these, the ones whose params are still to be evaluated, and how.
+    """
+
+    __slots__ = ("_connections", "_root", "_task_engines", "deferred", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: list[Any] = []
+        self.deferred: dict[Any, Fill] = {}
+        self._root: SessionTransaction | None = None
+        self._connections: dict[Engine, Connection] = {}
+        self._task_engines: set[Engine] = set()
+
+    def add(self, session: Session, task: Any, fill: Fill | None = None) -> None:
+        """Put a task into the session; ``fill`` gives its params when the session is flushed."""
+        session.add(task)
+        self.tasks.append(task)
+        if fill is not None:
+            self.deferred[task] = fill
+
+    def flush(self, session: Session, flush: Callable[[], None]) -> None:
+        """Write the session with its tasks; ``flush`` is the session's own."""
+        if session.twophase:
+            self._silence(session)
+        waiting = {task: fill for task, fill in self.deferred.items() if task in session}
+        for task in waiting:
+            session.expunge(task)
+        try:
+            flush()
+            _fill(session, waiting)
+        finally:
+            # Also after an error, or commit() would write the rest and never know of these. A
+            # flush that failed has rolled back already, and forgets what is added now.
+            if session.is_active:
+                session.add_all(waiting)
+        self.deferred.clear()
+        if waiting:
+            flush()
+        self._release(session)
+
+    def _silence(self, session: Session) -> None:
+        for task_class in {type(task) for task in self.tasks if task in session}:
+            session.execute(silence_wakeup(), bind_arguments={"mapper": task_class})
+
+    def _release(self, session: Session) -> None:
+        """Let go of the tasks that have been written, and of those that were rolled back."""
+        written = [task for task in self.tasks if inspect(task).persistent and task in session]
+        _load_what_the_server_chose(session, written)
+        for task in written:
+            session.expunge(task)
+        for task_class in {type(task) for task in written}:
+            self.note_write(session, task_class)
+        self.tasks = [task for task in self.tasks if task in session]
+
+    # -- one transaction, one engine --------------------------------------------------------------
+
+    def note_begin(self, session: Session, connection: Connection) -> None:
+        """Remember which engines take part in the session's transaction."""
+        self._same_transaction(session)
+        self._connections[connection.engine] = connection
+
+    def note_write(self, session: Session, task_class: type[Any]) -> None:
+        """Remember through which engine a task was written."""
+        self._same_transaction(session)
+        self._task_engines.add(session.get_bind(mapper=task_class).engine)
+
+    def check_commit(self, session: Session) -> None:
+        """Refuse to commit tasks and other rows through two engines, which is two commits.
+
+        Raises:
+            ConfigurationError: the one could be kept and the other lost.
+        """
+        self._same_transaction(session)
+        if session.twophase or not (self.tasks or self._task_engines):
+            return
+        session.flush()  # what is still to be written counts, too
+        for engine, connection in self._connections.items():
+            if self._task_engines - {engine} and _has_written(connection):
+                raise ConfigurationError(
+                    "tasks and other rows of this transaction are written through different "
+                    f"engines ({engine.url!r} is one): one commit may fail after the other. Put "
+                    "the task table into the database of those rows, or use twophase=True"
+                )
+
+    def _same_transaction(self, session: Session) -> None:
+        root = session.get_transaction()
+        if root is not self._root:
+            self._root = root
+            self._connections = {}
+            self._task_engines = set()
+
+
+def _fill(session: Session, waiting: dict[Any, Fill]) -> None:
+    with session.no_autoflush:  # a lazy load in a callable must not start a flush in a flush
+        for task, fill in waiting.items():
+            task.params = fill()
+
+
+def _load_what_the_server_chose(session: Session, written: list[Any]) -> None:
+    """Load what the insert did not return, such as the moment of a delayed task.
+
+    Later is too late: the object is about to leave the session.
+    """
+    stale = [task for task in written if inspect(task).expired_attributes]
+    for task_class in {type(task) for task in stale}:
+        ids = [inspect(task).identity[0] for task in stale if type(task) is task_class]
+        wanted = task_class.task_id == any_(cast(ids, ARRAY(BigInteger)))
+        with session.no_autoflush:
+            session.scalars(select(task_class).where(wanted)).all()
+
+
+def _has_written(connection: Connection) -> bool:
+    if connection.dialect.name != "postgresql":
+        return True
+    return bool(connection.scalar(select(func.pg_current_xact_id_if_assigned().is_not(None))))

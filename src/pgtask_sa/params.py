@@ -1,0 +1,400 @@
+"""What may travel in a task's params: plain JSON that Postgres gives back unchanged, or typed.
+
+Everything is checked and copied at the call of ``enqueue()``. A value that JSON or Postgres cannot
+hold raises `ParamsError` there, with its path, while the caller's session is still usable; found
+at flush it would take the caller's whole unit of work down.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from enum import Enum
+from typing import Any, TypeAlias
+
+import pydantic
+from pydantic_core import PydanticSerializationError, to_json
+
+from pgtask_sa.errors import HandlerError, ParamsError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 200
+# Python refuses to read integers of more than 4300 digits; 14,000 bits are 4215 digits.
+MAX_INT_BITS = 14_000
+# Below this, repr() writes a float with a point, and jsonb keeps the point.
+FIRST_FLOAT_WITHOUT_POINT = 1e16
+
+_TYPED_HINT = "annotate the handler's params with a dataclass, TypedDict or pydantic model to send"
+
+# The way to a value: its parent's way and its key; None is the top. Spelled out only in an error.
+Trail: TypeAlias = "tuple[Trail, str | int] | None"
+
+
+def path_of(top: str, keys: tuple[str | int, ...]) -> str:
+    """Spell the way to a value.
+
+    Example:
+        >>> path_of("params", ("user", "tags", 2, "a b"))
+        "params.user.tags[2]['a b']"
+    """
+    return top + "".join(_step(key) for key in keys)
+
+
+def _step(key: str | int) -> str:
+    return f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]"
+
+
+def snapshot(value: Any, *, path: str = "params", max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Check params and copy them, deeply, in one walk.
+
+    What is returned equals what Postgres will give back from ``jsonb``; what would not is refused.
+    Equal means Python's ``==``: ``1.0`` may come back for ``1e0``, and keys in another order.
+
+    Args:
+        value: a mapping with text keys that holds dict, list, str, int, float, bool and None;
+            None stands for ``{}``.
+        path: what to call the top in error messages.
+        max_bytes: upper limit of the size, counted about as JSON text.
+
+    Raises:
+        ParamsError: a value cannot be kept; the message starts with its path.
+
+    Example:
+        >>> snapshot({"usr_id": 1, "tags": ["a", None]})
+        {'usr_id': 1, 'tags': ['a', None]}
+        >>> snapshot({"user": {"tags": ["a", "b", float("nan")]}})
+        Traceback (most recent call last):
+        pgtask_sa.errors.ParamsError: params.user.tags[2]: nan is not JSON
+    """
+    if value is None:
+        return {}
+    if type(value) is not dict:
+        if not isinstance(value, Mapping):
+            raise ParamsError(path, f"must be a dict, got {_kind(value)}")
+        value = dict(value)
+    return _Walk(path, max_bytes).copy_dict(value, None, 1)
+
+
+def snapshot_hstore(
+    value: Any, *, path: str = "params", max_bytes: int = MAX_BYTES
+) -> dict[str, str | None]:
+    """Check and copy params for an ``HSTORE`` column: text keys, values of text or None.
+
+    Raises:
+        ParamsError: a value is not text, or text that Postgres cannot keep.
+
+    Example:
+        >>> snapshot_hstore({"name": "Ann", "nick": None})
+        {'name': 'Ann', 'nick': None}
+        >>> snapshot_hstore({"usr_id": 1})
+        Traceback (most recent call last):
+        pgtask_sa.errors.ParamsError: params.usr_id: hstore keeps text or None, got int
+    """
+    copied = snapshot(value, path=path, max_bytes=max_bytes)
+    for key, item in copied.items():
+        if item is not None and not isinstance(item, str):
+            problem = f"hstore keeps text or None, got {_kind(item)}"
+            raise ParamsError(path_of(path, (key,)), problem)
+    return copied
+
+
+def hstore_texts(value: Mapping[str, Any], *, path: str = "params") -> dict[str, str | None]:
+    """Turn the scalars of a typed params' JSON form into text, which its type can read back.
+
+    Raises:
+        ParamsError: a value is a list or an object.
+
+    Example:
+        >>> hstore_texts({"usr_id": 1, "vip": True, "nick": None})
+        {'usr_id': '1', 'vip': 'true', 'nick': None}
+    """
+    nested = [key for key, item in value.items() if isinstance(item, (dict, list))]
+    if nested:
+        raise ParamsError(path_of(path, (nested[0],)), "hstore cannot keep nested values")
+    return {key: _scalar_text(item) for key, item in value.items()}
+
+
+def _scalar_text(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+class _Walk:
+    """One pass over one value; counts down the bytes that are left."""
+
+    __slots__ = ("left", "limit", "top")
+
+    def __init__(self, top: str, limit: int) -> None:
+        self.top = top
+        self.limit = limit
+        self.left = limit
+
+    def copy(self, value: Any, parent: Trail, key: str | int, depth: int) -> Any:
+        """Copy one value; the way to it is ``parent`` and ``key``."""
+        kind = type(value)
+        self.left -= 5  # about what punctuation, a short number or a literal takes
+        if kind is str:
+            return self.text(value, parent, key)
+        if value is None or kind is bool:
+            return value
+        if kind is int:
+            return self.integer(value, parent, key)
+        if kind is float:
+            return self.number(value, parent, key)
+        return self.container(value, (parent, key), depth)
+
+    def container(self, value: Any, trail: Trail, depth: int) -> Any:
+        """Copy a dict or a list, or an heir of a plain type."""
+        if self.left < 0:
+            raise self.error(trail, f"over the limit of {self.limit:,} bytes for params")
+        if depth >= MAX_DEPTH:
+            # a structure that holds itself ends here, too
+            raise self.error(None, f"nested deeper than {MAX_DEPTH} levels, or contains itself")
+        if isinstance(value, dict):
+            return self.copy_dict(value, trail, depth + 1)
+        if isinstance(value, list):
+            return [self.copy(item, trail, i, depth + 1) for i, item in enumerate(value)]
+        return self.heir(value, trail, depth)
+
+    def heir(self, value: Any, trail: Trail, depth: int) -> Any:
+        """Copy a value whose class inherits from str, int or float, as that plain type."""
+        if not isinstance(value, Enum):
+            for plain in (str, int, float):
+                if isinstance(value, plain):
+                    parent, key = trail if trail is not None else (None, 0)
+                    return self.copy(_plain(plain, value), parent, key, depth)
+        raise self.error(trail, f"{_kind(value)} is not plain JSON; {_TYPED_HINT} {_kind(value)}")
+
+    def copy_dict(self, value: dict[Any, Any], trail: Trail, depth: int) -> dict[str, Any]:
+        """Copy a dict, keys checked like text."""
+        result = {}
+        for key, item in value.items():
+            if type(key) is not str:
+                problem = f"keys must be str, got {key!r} ({_kind(key)})"
+                raise self.error(trail, problem)
+            self.text(key, trail, key)
+            result[key] = self.copy(item, trail, key, depth)
+        if self.left < 0:
+            raise self.error(trail, f"over the limit of {self.limit:,} bytes for params")
+        return result
+
+    def text(self, value: str, parent: Trail, key: str | int) -> str:
+        """Check text: jsonb has no NUL, UTF-8 no half of a surrogate pair."""
+        if "\x00" in value:
+            raise self.error((parent, key), "text with a NUL character")
+        if value.isascii():
+            self.left -= len(value)
+            return value
+        try:
+            self.left -= len(value.encode())
+        except UnicodeEncodeError:
+            raise self.error((parent, key), "text with a lone surrogate") from None
+        return value
+
+    def integer(self, value: int, parent: Trail, key: str | int) -> int:
+        """Check an integer: any that Python is willing to read back."""
+        if value.bit_length() > MAX_INT_BITS:
+            raise self.error((parent, key), "integer with more than 4200 digits")
+        self.left -= value.bit_length() // 3
+        return value
+
+    def number(self, value: float, parent: Trail, key: str | int) -> float:
+        """Check a float: from 1e16 on jsonb returns an integer, which may be another number."""
+        if not math.isfinite(value):
+            raise self.error((parent, key), f"{value!r} is not JSON")
+        if abs(value) >= FIRST_FLOAT_WITHOUT_POINT and int(Decimal(repr(value))) != value:
+            raise self.error((parent, key), f"float {value!r} would come back as another number")
+        return value
+
+    def error(self, trail: Trail, problem: str) -> ParamsError:
+        """Make the error for the value at the end of ``trail``."""
+        keys: list[str | int] = []
+        while trail is not None:
+            trail, key = trail
+            keys.append(key)
+        return ParamsError(path_of(self.top, tuple(reversed(keys))), problem)
+
+
+def _plain(plain: type[Any], value: Any) -> Any:
+    return str.__str__(value) if plain is str else plain(value)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+class ParamsCodec:
+    """Params between a handler's own type and the JSON object that the table keeps.
+
+    Made by `codec_for`. A codec without an adapter passes plain dicts through.
+
+    Attributes:
+        typed: whether there is a type to validate against.
+
+    Example:
+        >>> import dataclasses, uuid
+        >>> @dataclasses.dataclass
+        ... class Welcome:
+        ...     usr_id: uuid.UUID
+        >>> codec = codec_for(Welcome, namespace=globals())
+        >>> raw = codec.dump(Welcome(uuid.UUID(int=7)))
+        >>> raw
+        {'usr_id': '00000000-0000-0000-0000-000000000007'}
+        >>> codec.load(raw) == Welcome(uuid.UUID(int=7))
+        True
+    """
+
+    def __init__(self, adapter: pydantic.TypeAdapter[Any] | None = None) -> None:
+        self._adapter = adapter
+        self.typed = adapter is not None
+
+    def dump(
+        self, value: Any, *, path: str = "params", max_bytes: int = MAX_BYTES
+    ) -> dict[str, Any]:
+        """Validate params and return the JSON object to store.
+
+        Args:
+            value: an instance of the type, or a mapping that validates as one; None is ``{}``.
+            path: what to call the top in error messages.
+            max_bytes: upper limit of the size, counted about as JSON text.
+
+        Raises:
+            ParamsError: the value does not fit the type, or what it holds cannot be kept.
+        """
+        if self._adapter is None:
+            return snapshot(value, path=path, max_bytes=max_bytes)
+        value = {} if value is None else value
+        try:
+            instance = self._adapter.validate_python(value)
+            raw = snapshot(
+                _json_form(self._adapter, instance, path), path=path, max_bytes=max_bytes
+            )
+            self._check_return(instance, raw, path)
+        except pydantic.ValidationError as error:
+            raise _params_error(error, path) from None
+        except (PydanticSerializationError, RecursionError) as error:
+            raise ParamsError(path, _first_line(error)) from None
+        return raw
+
+    def _check_return(self, instance: Any, raw: dict[str, Any], path: str) -> None:
+        """Make sure that the worker can read it, and that nothing is lost on the way.
+
+        An instance was not validated when it was made; aliases and excluded fields may lose
+        something. Equal JSON forms will do, too: not every type can compare itself.
+        """
+        adapter: Any = self._adapter
+        again = adapter.validate_json(to_json(raw))
+        if again != instance and _json_form(adapter, again, path) != raw:
+            raise ParamsError(path, f"{_kind(instance)} would not come back from JSON as it is")
+
+    def load(self, raw: Any, *, path: str = "params") -> Any:
+        """Return what the handler receives for the JSON object that the table kept.
+
+        Raises:
+            ParamsError: the stored object does not fit the handler's type.
+        """
+        if self._adapter is None:
+            return raw
+        try:
+            return self._adapter.validate_json(to_json(raw))
+        except pydantic.ValidationError as error:
+            raise _params_error(error, path) from None
+
+
+def _json_form(adapter: pydantic.TypeAdapter[Any], instance: Any, path: str) -> dict[str, Any]:
+    raw = adapter.dump_python(
+        instance, mode="json", by_alias=True, round_trip=True, warnings="error"
+    )
+    if not isinstance(raw, dict):
+        problem = f"must be a JSON object, {_kind(instance)} becomes {_kind(raw)}"
+        raise ParamsError(path, problem)
+    return raw
+
+
+def _params_error(error: pydantic.ValidationError, path: str) -> ParamsError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return ParamsError(path_of(path, first["loc"]), first["msg"])
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return " ".join(line.strip() for line in lines[:3]) or type(error).__name__
+
+
+PLAIN = ParamsCodec()
+_PLAIN_ANNOTATIONS: tuple[Any, ...] = (
+    inspect.Parameter.empty,
+    None,
+    Any,
+    object,
+    dict,
+    Mapping,
+    dict[str, Any],
+    Mapping[str, Any],
+    dict[str, object],
+    Mapping[str, object],
+)
+
+
+def codec_for(annotation: Any, *, namespace: Mapping[str, Any] | None = None) -> ParamsCodec:
+    """Return the codec for the annotation of a handler's ``params``.
+
+    Args:
+        annotation: none, ``dict``, ``Mapping`` or ``Any`` for plain JSON; else whatever pydantic
+            understands and whose JSON form is an object.
+        namespace: names that postponed annotations inside the type may use, besides those of its
+            module.
+
+    Raises:
+        HandlerError: pydantic cannot handle the type, or its JSON form is no object.
+
+    Example:
+        >>> codec_for(dict).typed
+        False
+        >>> codec_for(list[int])
+        Traceback (most recent call last):
+        pgtask_sa.errors.HandlerError: params: list[int] becomes a JSON array, not an object
+    """
+    if any(annotation is plain or annotation == plain for plain in _PLAIN_ANNOTATIONS):
+        return PLAIN
+    try:
+        adapter: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(annotation)
+        adapter.rebuild(raise_errors=True, _types_namespace=dict(namespace or {}))
+    except Exception as error:
+        raise HandlerError(f"params: {_name(annotation)}: {_first_line(error)}") from error
+    _refuse_unfit_schema(annotation, adapter)
+    return ParamsCodec(adapter)
+
+
+def _name(annotation: Any) -> str:
+    generic = hasattr(annotation, "__origin__")
+    return annotation.__name__ if isinstance(annotation, type) and not generic else str(annotation)
+
+
+def _refuse_unfit_schema(annotation: Any, adapter: pydantic.TypeAdapter[Any]) -> None:
+    try:
+        schema = adapter.json_schema(mode="serialization")
+    except Exception:  # noqa: BLE001 - some types have no schema; they are judged at enqueue
+        return
+    for kind in _top_types(schema, schema.get("$defs", {})):
+        if kind != "object":
+            problem = f"{_name(annotation)} becomes a JSON {kind}, not an object"
+            raise HandlerError(f"params: {problem}")
+    if "'writeOnly': True" in str(schema):
+        problem = "has secret fields, whose JSON form is asterisks; keep secrets out of params"
+        raise HandlerError(f"params: {_name(annotation)} {problem}")
+
+
+def _top_types(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[str]:
+    """Return the JSON types that a schema allows at its top, as far as it says so."""
+    if "$ref" in schema:
+        name = str(schema["$ref"]).rsplit("/", 1)[-1]
+        return _top_types(definitions.get(name, {}), {})
+    branches = schema.get("anyOf") or schema.get("oneOf") or []
+    if branches:
+        return [kind for branch in branches for kind in _top_types(branch, definitions)]
+    kind = schema.get("type")
+    return [kind] if isinstance(kind, str) else []

@@ -1,0 +1,301 @@
+"""Every SQL statement but the claims: one pure function for each, returning SQLAlchemy Core.
+
+Statements that read the clock take ``now``, so that tests own time; left out, it is the server's
+clock. A worker's own clock is never mixed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    CTE,
+    BigInteger,
+    ColumnElement,
+    Double,
+    Insert,
+    Integer,
+    Interval,
+    Select,
+    Table,
+    Text,
+    bindparam,
+    case,
+    cast,
+    delete,
+    exists,
+    extract,
+    func,
+    literal,
+    null,
+    or_,
+    select,
+    true,
+    union_all,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, OID
+from sqlalchemy.dialects.postgresql import insert as pg_insert
+from sqlalchemy.dialects.postgresql.dml import Insert as PgInsert
+from sqlalchemy.ext.compiler import compiles
+
+from pgtask_sa.mapping import LOCK_CLASS
+
+Now = ColumnElement[Any]
+
+
+class Reinsert(PgInsert):
+    """An insert that brings its own identity value: a task keeps its number when it comes back."""
+
+    inherit_cache = True
+
+
+@compiles(Reinsert)
+def _compile_reinsert(element: Reinsert, compiler: Any, **kw: Any) -> str:
+    text = compiler.visit_insert(element, **kw)
+    return re.sub(r"(INSERT INTO .+? \([^()]*\))", r"\1 OVERRIDING SYSTEM VALUE", text, count=1)
+
+
+def _server_now() -> Now:
+    return func.statement_timestamp()
+
+
+def stored_columns(table: Table) -> list[str]:
+    """Name the columns that a row is made of, without those that the server computes."""
+    return [c.name for c in table.columns if c.computed is None]
+
+
+def _bound(table: Table, name: str) -> ColumnElement[Any]:
+    """Bind a column's value as the claim returned it: type and params came as exact text."""
+    of_column = table.c[name].type
+    if name in ("task_type", "params"):
+        return cast(bindparam(name, type_=claimed_type(table, name)), of_column)
+    return bindparam(name, type_=of_column)
+
+
+def claimed_type(table: Table, name: str) -> Any:
+    """Return the type in which a claim fetches a column.
+
+    JSON params travel as text, so that a task that is put back is the same to the last digit of
+    its numbers; the task type as text, so that a new label of an enum cannot hurt an old worker.
+    """
+    of_column = table.c[name].type
+    if name == "task_type" or (name == "params" and is_json(table)):
+        return Text()
+    return of_column
+
+
+def is_json(table: Table) -> bool:
+    """Say whether the params of this table are JSON (else they are HSTORE)."""
+    return "JSON" in type(table.c.params.type).__name__
+
+
+def retry(table: Table, unique: Sequence[str] | None = None, now: Now | None = None) -> Insert:
+    """Put a failed task back: same number, ``:attempts``, due after ``:delay``, with the error.
+
+    Where the table has a unique constraint an equal task may have been enqueued meanwhile. Then
+    the two become one, which keeps the higher count.
+    """
+    names = [name for name in stored_columns(table) if name != "run_at"]
+    run_at = (_server_now() if now is None else now) + bindparam("delay", type_=Interval)
+    statement = Reinsert(table).from_select(
+        [*names, "run_at"],
+        select(*[_bound(table, name).label(name) for name in names], run_at.label("run_at")),
+        include_defaults=False,
+    )
+    if unique is None:
+        return statement
+    new = statement.excluded
+    return statement.on_conflict_do_update(
+        index_elements=list(unique),
+        set_={
+            "attempts": func.greatest(table.c.attempts, new.attempts),
+            "last_error": new.last_error,
+        },
+    )
+
+
+def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
+    """Hold a waiting task equal to ``:task_type, :coalesce_key, :params`` that is due in time."""
+    soon = (_server_now() if now is None else now) + bindparam("delay", type_=Interval)
+    return (
+        select(table.c.task_id)
+        .where(
+            table.c.task_type == _bound(table, "task_type"),
+            table.c.coalesce_key == bindparam("coalesce_key"),
+            table.c.params == _bound(table, "params"),
+            or_(table.c.run_at.is_(None), table.c.run_at <= soon),
+        )
+        .limit(1)
+        .with_for_update(key_share=True, read=True, skip_locked=True)
+    )
+
+
+def bury(table: Table, dead: Table) -> Insert:
+    """Write a task that gave up to the error queue, with ``:reason``."""
+    names = [name for name in stored_columns(dead) if name in table.c]
+    bound: dict[str, Any] = {name: _bound(table, name) for name in names}
+    return pg_insert(dead).values(**bound, reason=bindparam("reason", type_=Text))
+
+
+def requeue(table: Table, dead: Table, where: ColumnElement[bool]) -> Insert:
+    """Bring dead tasks back with a fresh budget of attempts; they keep their number."""
+    names = [n for n in stored_columns(dead) if n in table.c and n != "attempts"]
+    gone = delete(dead).where(where).returning(*[dead.c[n] for n in names]).cte("gone")
+    statement = Reinsert(table).from_select(names, select(*[gone.c[n] for n in names]))
+    return statement.on_conflict_do_nothing().returning(table.c.task_id)
+
+
+def task_exists(table: Table) -> Select[Any]:
+    """Ask whether the row of ``:task_id`` is there, locked or not."""
+    return select(exists().where(table.c.task_id == bindparam("task_id")))
+
+
+def _kinds(table: Table) -> Any:
+    types = cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+    return func.unnest(types).table_valued("kind").render_derived(name="kinds")
+
+
+def peek(table: Table, now: Now | None = None) -> Select[Any]:
+    """Ask without a lock whether a task of ``:types`` is ready, and how soon the next falls due.
+
+    Returns one row: ``ready`` (bool) and ``seconds`` (float, or null if nothing is planned).
+    """
+    moment = _server_now() if now is None else now
+    kinds, c = _kinds(table), table.c
+    mine = select(c.run_at).where(c.task_type == kinds.c.kind).correlate(kinds).limit(1)
+    ready = mine.where(c.run_at.is_(None)).lateral("ready")
+    due = mine.where(c.run_at.is_not(None)).order_by(c.run_at).lateral("due")
+    any_ready = exists(select(1).select_from(kinds.join(ready, true())))
+    kinds_due = select(func.min(due.c.run_at)).select_from(kinds.join(due, true()))
+    next_due = kinds_due.scalar_subquery()
+    return select(
+        or_(any_ready, func.coalesce(next_due <= moment, False)).label("ready"),
+        cast(extract("epoch", next_due - moment), Double).label("seconds"),
+    )
+
+
+def waiting_kinds(table: Table) -> Select[Any]:
+    """List the distinct task types in the table by hopping through the indexes.
+
+    One index probe for each type found, however many rows wait: after each type the scan jumps
+    to the next larger one instead of reading the rows between them.
+    """
+    ready = _hop(table, "ready_kinds", table.c.run_at.is_(None))
+    planned = _hop(table, "planned_kinds", table.c.run_at.is_not(None))
+    both = [
+        select(cast(cte.c.kind, Text).label("kind")).where(cte.c.kind.is_not(None))
+        for cte in (ready, planned)
+    ]
+    kinds = union_all(*both).subquery("kinds")
+    return select(kinds.c.kind).distinct().order_by(kinds.c.kind)
+
+
+def _hop(table: Table, name: str, part: ColumnElement[bool]) -> CTE:
+    c = table.c
+    least = select(c.task_type).where(part).order_by(c.task_type).limit(1)
+    first = select(least.scalar_subquery().label("kind"))
+    hops = first.cte(name, recursive=True)
+    larger = least.where(c.task_type > hops.c.kind).correlate(hops).scalar_subquery()
+    return hops.union_all(select(larger).where(hops.c.kind.is_not(None)))
+
+
+def count_waiting(table: Table, most: int) -> Select[Any]:
+    """Count the tasks of the type ``:kind``, but not further than ``most``."""
+    of_kind = table.c.task_type == cast(bindparam("kind", type_=Text), table.c.task_type.type)
+    some = select(literal(1)).select_from(table).where(of_kind).limit(most)
+    return select(func.count()).select_from(some.subquery("some"))
+
+
+def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
+    """Count the tasks of ``:types`` that are ready or due, running ones included."""
+    kinds, moment = _kinds(table), _server_now() if now is None else now
+    mine = select(literal(1)).where(kinds.c.kind == table.c.task_type).exists()
+    claimable = or_(table.c.run_at.is_(None), table.c.run_at <= moment)
+    return select(func.count()).select_from(table).where(mine, claimable)
+
+
+def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]:
+    """Count by task type: ready, planned, retrying, dead, and the age of the oldest ready one."""
+    moment = _server_now() if now is None else now
+    waiting = _waiting_by_kind(table, moment)
+    buried = (
+        select(cast(dead.c.task_type, Text).label("kind"), func.count().label("dead"))
+        .group_by(dead.c.task_type)
+        .subquery("buried")
+    )
+    both = waiting.join(buried, waiting.c.kind == buried.c.kind, full=True)
+    zero = {n: func.coalesce(waiting.c[n], 0).label(n) for n in ("ready", "planned", "retrying")}
+    kind = func.coalesce(waiting.c.kind, buried.c.kind).label("task_type")
+    return (
+        select(
+            kind,
+            *zero.values(),
+            func.coalesce(buried.c.dead, 0).label("dead"),
+            waiting.c.oldest_seconds,
+        )
+        .select_from(both)
+        .order_by(kind)
+    )
+
+
+def _waiting_by_kind(table: Table, moment: Now) -> Any:
+    c = table.c
+    planned = c.run_at > moment
+    is_ready = or_(c.run_at.is_(None), c.run_at <= moment)
+    since = func.min(case((is_ready, func.coalesce(c.run_at, c.created_at))))
+    age = extract("epoch", moment - since)
+    return (
+        select(
+            cast(c.task_type, Text).label("kind"),
+            func.count().filter(is_ready).label("ready"),
+            func.count().filter(planned).label("planned"),
+            func.count().filter(c.attempts > 0).label("retrying"),
+            cast(age, Double).label("oldest_seconds"),
+        )
+        .group_by(c.task_type)
+        .subquery("waiting")
+    )
+
+
+def listing(table: Table, *, task_type: str | None, limit: int) -> Select[Any]:
+    """List rows of the task table or of the error queue, oldest number first."""
+    columns = [
+        cast(c, Text).label(c.name) if c.name in ("task_type", "params") else c
+        for c in table.columns
+        if c.name not in ("ticket", "coalesce_key")
+    ]
+    statement = select(*columns).order_by(table.c.task_id).limit(limit)
+    if task_type is not None:
+        statement = statement.where(cast(table.c.task_type, Text) == task_type)
+    return statement
+
+
+def enum_labels(table: Table) -> Select[Any]:
+    """List the labels that the database has for the enum in ``table.task_type``."""
+    labels = func.unnest(func.enum_range(cast(null(), table.c.task_type.type)))
+    return select(cast(labels, Text))
+
+
+def table_oid(table: Table) -> Select[Any]:
+    """Look up the number that the wake-up trigger uses for the table's lock and channel."""
+    name = func.quote_ident(table.name)
+    if table.schema:
+        name = func.concat(func.quote_ident(table.schema), ".", name)
+    return select(cast(cast(func.to_regclass(name), OID), BigInteger))
+
+
+def _wakeup_lock(function: Any) -> Select[Any]:
+    key = cast(cast(bindparam("oid", type_=BigInteger), OID), Integer)
+    return select(function(LOCK_CLASS, key))
+
+
+def announce_sleep() -> Select[Any]:
+    """Tell inserts of the table ``:oid`` that somebody sleeps: a shared session-level lock."""
+    return _wakeup_lock(func.pg_try_advisory_lock_shared)
+
+
+def withdraw_sleep() -> Select[Any]:
+    """Tell inserts of the table ``:oid`` that nobody of this process sleeps any more."""
+    return _wakeup_lock(func.pg_advisory_unlock_shared)

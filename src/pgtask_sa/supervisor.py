@@ -1,0 +1,115 @@
+"""Several worker processes under one parent: children that die are replaced."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import wait as wait_for_sentinels
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from pgtask_sa.events import Events
+
+HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
+LONGEST_PAUSE = 30.0
+
+
+class Supervisor:
+    """Runs ``run`` in ``count`` forked processes; it never touches the database itself.
+
+    A child that dies is replaced, with growing pauses when it dies at once again and again.
+    SIGTERM and SIGINT are passed on, as often as they come.
+    """
+
+    def __init__(self, run: Callable[[], int], count: int, events: Events, *, drain: bool) -> None:
+        self.run_child = run
+        self.count = count
+        self.events = events
+        self.drain = drain
+        self.children: dict[int, tuple[BaseProcess, float]] = {}
+        self.context = multiprocessing.get_context("fork")
+        self.stopping = False
+        self.worst = 0
+        self.pause = 0.0
+
+    def run(self) -> int:
+        """Start the children, keep them alive, wait for their end."""
+        before = self._take_signals()
+        try:
+            for _ in range(self.count):
+                self._start()
+            while self.children:
+                self._wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self.worst
+
+    def _take_signals(self) -> dict[int, Any]:
+        if threading.current_thread() is not threading.main_thread():
+            return {}
+        return {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+
+    def _pass_on(self, _number: int, _frame: Any) -> None:
+        self.stopping = True
+        for pid in self.children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _start(self) -> None:
+        process = self.context.Process(target=_child_main, args=(self.run_child,))
+        process.start()
+        assert process.pid is not None  # noqa: S101 - it was just started
+        self.children[process.pid] = (process, time.monotonic())
+
+    def _wait(self) -> None:
+        sentinels = [process.sentinel for process, _ in self.children.values()]
+        wait_for_sentinels(sentinels, timeout=1.0)
+        for pid, (process, since) in list(self.children.items()):
+            if process.exitcode is not None:
+                del self.children[pid]
+                self._ended(process, time.monotonic() - since)
+
+    def _ended(self, process: BaseProcess, lived: float) -> None:
+        code = process.exitcode or 0
+        if self.stopping or (self.drain and code >= 0):
+            self.worst = max(self.worst, code if code >= 0 else 128 - code)
+            return
+        self.events.emit(
+            "worker.died",
+            f"worker process {process.pid} ended unasked; another takes its place",
+            level=logging.ERROR,
+            exit_code=code,
+        )
+        self.pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, self.pause * 2 + 0.1)
+        deadline = time.monotonic() + self.pause
+        while not self.stopping and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if not self.stopping:
+            self._start()
+
+
+def _child_main(run: Callable[[], int]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # a terminal sends Ctrl-C to parent and children alike; the parent passes it on, as SIGTERM
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent(os.getppid())
+    sys.exit(run())
+
+
+def _die_with_parent(parent: int) -> None:
+    """End when the parent is killed: a worker that nobody supervises must not live on."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="pgtask-orphan-watch", daemon=True).start()

@@ -1,0 +1,244 @@
+"""Rings the doorbell when there is work: by LISTEN at once, by polling in any case.
+
+One thread and one connection for each worker process, in autocommit: no transaction is ever open
+while it waits. The protocol with the insert trigger:
+
+1. A lane goes to sleep. The listener announces it with a shared advisory lock.
+2. It looks again (`peek`): what was committed before the lock could be seen is found here.
+3. From now on every insert notifies, since its trigger cannot get the lock exclusively.
+4. One race is left: an insert whose trigger ran before 1 and whose commit came after 2. Polling at
+   growing intervals finds it, at most about three times as late as that transaction was long.
+5. A notification that comes while nobody sleeps: the announcement is withdrawn, and from then on
+   inserts cost nothing extra.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from sqlalchemy import Connection, Engine, Table
+from sqlalchemy.exc import SQLAlchemyError
+
+from pgtask_sa import statements
+from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.events import Events
+
+FIRST_POLL = 0.02
+GROWTH = 3.0
+AFTER_NOTIFY = 0.1
+RECONNECT = (0.1, 1.0)
+DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
+
+
+class Health:
+    """Knows whether the database is there, and tells once for each change, whoever noticed."""
+
+    def __init__(self, events: Events) -> None:
+        self.events = events
+        self.up = True
+        self._lock = threading.Lock()
+
+    def failed(self, error: BaseException) -> None:
+        """Note trouble; only the first of a row is told."""
+        with self._lock:
+            if not self.up:
+                return
+            self.up = False
+        text = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
+        self.events.emit(
+            "database.down", f"the database does not serve: {text}", level=logging.ERROR
+        )
+
+    def worked(self) -> None:
+        """Note success; told only after trouble."""
+        if self.up:
+            return
+        with self._lock:
+            if self.up:
+                return
+            self.up = True
+        self.events.emit("database.up", "the database serves again")
+
+
+class Listener(threading.Thread):
+    """The thread that waits for the lanes while they sleep."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: Table,
+        types: list[str],
+        bell: Doorbell,
+        health: Health,
+        *,
+        idle_interval: float,
+        report_interval: float,
+    ) -> None:
+        super().__init__(name="pgtask-listener", daemon=True)
+        self.engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self.table = table
+        self.types = types
+        self.bell = bell
+        self.health = health
+        self.idle_interval = idle_interval
+        self.report_interval = report_interval
+        self._ear, self._mouth = socket.socketpair()
+        self._ear.setblocking(False)
+        self._mouth.setblocking(False)
+        self._stopping = False
+        self._announced = False
+        self._notified = False
+        self._interval = FIRST_POLL
+        self._next_poll = 0.0
+        self._next_report = 0.0
+        bell.on_sleep = self.lane_sleeps
+
+    # -- called by other threads ------------------------------------------------------------
+
+    def lane_sleeps(self) -> None:
+        """Hear that a lane went to sleep; only the first one after a busy time matters."""
+        if not self._announced:
+            self._poke()
+
+    def stop(self) -> None:
+        """End the thread soon; its connection is closed."""
+        self._stopping = True
+        self._poke()
+
+    def _poke(self) -> None:
+        with suppress(BlockingIOError):  # so many pokes are on their way already
+            self._mouth.send(b"!")
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until stopped; a lost connection is made again, for ever."""
+        pause = RECONNECT[0]
+        while not self._stopping:
+            try:
+                with self.engine.connect() as connection:
+                    self._serve(connection)
+                    pause = RECONNECT[0]
+            except DATABASE_ERRORS as error:
+                if self._stopping:
+                    return
+                self.health.failed(error)
+                # without us the lanes must poll by themselves
+                self.bell.ring()
+                self._rest(pause * random.uniform(0.5, 1.5))  # noqa: S311
+                pause = min(pause * 2, RECONNECT[1])
+
+    def _rest(self, seconds: float) -> None:
+        select.select([self._ear], [], [], seconds)
+        self._drain_pokes()
+
+    def _serve(self, connection: Connection) -> None:
+        driver: Any = connection.connection.driver_connection
+        oid = connection.execute(statements.table_oid(self.table)).scalar()
+        if oid is None:
+            raise no_table(self.table)
+        driver.add_notify_handler(self._on_notify)
+        connection.exec_driver_sql(f"LISTEN pgtask_{int(oid)}")
+        self._announced, self._notified = False, False
+        self.health.worked()
+        self.bell.ring()  # whatever was missed while we were away
+        while not self._stopping:
+            self._turn(connection, driver, int(oid))
+
+    def _turn(self, connection: Connection, driver: Any, oid: int) -> None:
+        if self.bell.anyone_asleep() and not self._announced:
+            self._announce(connection, oid)
+        select.select([driver.fileno(), self._ear], [], [], self._patience())
+        self._drain_pokes()
+        self._hear(driver)
+        if self._notified:
+            self._on_work(connection, oid)
+        elif time.monotonic() >= self._next_poll and self.bell.anyone_asleep():
+            self._poll(connection)
+        if time.monotonic() >= self._next_report:
+            self._report(connection)
+
+    def _announce(self, connection: Connection, oid: int) -> None:
+        connection.execute(statements.announce_sleep(), {"oid": oid})
+        self._announced = True
+        self._interval = FIRST_POLL
+        self._poll(connection)
+
+    def _patience(self) -> float:
+        now = time.monotonic()
+        wakes = [self._next_report]
+        if self.bell.anyone_asleep():
+            wakes.append(self._next_poll)
+        return max(0.0, min(wakes) - now)
+
+    def _hear(self, driver: Any) -> None:
+        driver.pgconn.consume_input()
+        while driver.pgconn.notifies():
+            self._notified = True
+
+    def _on_notify(self, _notify: Any) -> None:
+        self._notified = True
+
+    def _on_work(self, connection: Connection, oid: int) -> None:
+        self._notified = False
+        if self.bell.anyone_asleep():
+            self.bell.ring()
+            # it may be a delayed task: look soon when it falls due
+            self._interval = AFTER_NOTIFY
+            self._next_poll = min(self._next_poll, time.monotonic() + AFTER_NOTIFY)
+        else:
+            connection.execute(statements.withdraw_sleep(), {"oid": oid})
+            self._announced = False
+
+    def _poll(self, connection: Connection) -> None:
+        """Look for work without a lock; ring if there is some, and plan the next look."""
+        row = connection.execute(statements.peek(self.table), {"types": self.types}).one()
+        self.health.worked()
+        if row.ready:
+            self.bell.ring()
+        wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
+        if row.seconds is not None and row.seconds > 0:
+            wait = min(wait, row.seconds)
+        self._next_poll = time.monotonic() + wait
+        self._interval = min(self._interval * GROWTH, self.idle_interval)
+
+    def _drain_pokes(self) -> None:
+        with suppress(BlockingIOError):
+            while self._ear.recv(4096):
+                pass
+
+    def _report(self, connection: Connection) -> None:
+        """Tell which types wait without a handler, and how many tasks of each."""
+        self._next_report = time.monotonic() + self.report_interval
+        kinds = connection.execute(statements.waiting_kinds(self.table)).scalars().all()
+        for kind in set(kinds) - set(self.types):
+            count = connection.execute(
+                statements.count_waiting(self.table, COUNT_LIMIT), {"kind": kind}
+            ).scalar_one()
+            shown = f"{count:,}" if count < COUNT_LIMIT else f"{COUNT_LIMIT:,} or more"
+            self.health.events.emit(
+                "task.unhandled",
+                f"{shown} tasks of type {kind} wait: no handler here knows it",
+                level=logging.WARNING,
+                task_type=kind,
+                count=count,
+            )
+
+
+COUNT_LIMIT = 100_000
+
+
+def no_table(table: Table) -> OSError:
+    """Say what to do about a table that is not there."""
+    return OSError(
+        f'table "{table.fullname}" does not exist; create it with "python -m pgtask_sa migrate", '
+        "or with your own migrations"
+    )

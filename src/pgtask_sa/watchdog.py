@@ -1,0 +1,137 @@
+"""Deadlines for sync handlers, which nobody can interrupt: their transaction is ended instead.
+
+A thread that loops or sleeps cannot be stopped from outside. But its work can be undone: the
+watchdog terminates the lane's server process from a connection of its own. The row is free, the
+attempt is counted, and the stuck handler finds a dead connection whenever it wakes. If it does not
+wake soon, the lane is written off and another takes its place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from sqlalchemy import Engine
+
+from pgtask_sa.errors import TaskFailed
+from pgtask_sa.execution import Execution
+from pgtask_sa.settle import Claimed, Settler
+
+SECOND_GRACE = 2.0
+PATIENCE = "set local lock_timeout = '5s'"  # for the server process to end
+
+
+class Guarded(Protocol):
+    """What the watchdog knows of a lane."""
+
+    execution: Execution | None
+
+
+class _Watch:
+    def __init__(self, seconds: float, lane: Any, claimed: Claimed) -> None:
+        self.seconds = seconds
+        self.lane = lane
+        self.claimed = claimed
+        self.over = False
+        self.fired = False
+        self.lock = threading.Lock()
+
+
+class Watchdog(threading.Thread):
+    """One thread that enforces the deadlines of all sync lanes of a worker."""
+
+    def __init__(self, engine: Engine, settle: Callable[..., Settler]) -> None:
+        super().__init__(name="pgtask-watchdog", daemon=True)
+        self.engine = engine
+        self.settle = settle
+        self.on_stuck: Callable[[Any], None] = lambda _lane: None
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, _Watch]] = []
+        self._numbers = itertools.count()
+        self._purge_at = 1000
+        self._stopping = False
+
+    @contextmanager
+    def guard(self, seconds: float | None, lane: Guarded, claimed: Claimed) -> Iterator[None]:
+        """Enforce a deadline on what runs inside; no deadline costs nothing."""
+        if seconds is None:
+            yield
+            return
+        watch = _Watch(seconds, lane, claimed)
+        self._push(time.monotonic() + seconds, watch)
+        try:
+            yield
+        finally:
+            with watch.lock:  # waits for an enforcement under way: its connection is then dead
+                watch.over = True
+
+    def _push(self, when: float, watch: _Watch) -> None:
+        with self._changed:
+            if len(self._heap) >= self._purge_at:  # long deadlines, short tasks: mostly over
+                self._heap = [entry for entry in self._heap if not entry[2].over]
+                heapq.heapify(self._heap)
+                self._purge_at = max(1000, 2 * len(self._heap))
+            heapq.heappush(self._heap, (when, next(self._numbers), watch))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def run(self) -> None:
+        """Wait for the next deadline, enforce it, go on."""
+        while True:
+            watch = self._next()
+            if watch is None:
+                return
+            if watch.fired:
+                self._look_again(watch)
+            else:
+                self._fire(watch)
+
+    def _next(self) -> _Watch | None:
+        with self._changed:
+            while not self._stopping:
+                while self._heap and self._heap[0][2].over:
+                    heapq.heappop(self._heap)
+                wait = self._heap[0][0] - time.monotonic() if self._heap else None
+                if wait is not None and wait <= 0:
+                    return heapq.heappop(self._heap)[2]
+                self._changed.wait(wait)
+        return None
+
+    def _fire(self, watch: _Watch) -> None:
+        with watch.lock:
+            if watch.over:
+                return
+            watch.fired = True
+            execution = watch.lane.execution
+            execution.expired = watch.claimed
+            try:
+                self._enforce(execution, watch)
+            except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
+                execution.events.emit(
+                    "task.timeout", f"enforcing a deadline failed: {error!r}", level=logging.ERROR
+                )
+        self._push(time.monotonic() + SECOND_GRACE, watch)
+
+    def _enforce(self, execution: Execution, watch: _Watch) -> None:
+        driver: Any = execution.connection.connection.driver_connection
+        error = TaskFailed(f"timed out after {watch.seconds:g} s")
+        with self.engine.connect() as connection, connection.begin():
+            connection.exec_driver_sql(PATIENCE)
+            settler = self.settle(connection)
+            for claimed in settler.seize(watch.claimed.task_id, driver.info.backend_pid):
+                settler.fail(claimed, error, watch.seconds)
+
+    def _look_again(self, watch: _Watch) -> None:
+        if not watch.over:
+            self.on_stuck(watch.lane)

@@ -1,0 +1,333 @@
+"""The worker: sweeps the task table until it is told to stop. ``python -m pgtask_sa.worker``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
+
+from pgtask_sa.claim import ClaimOptions, Order
+from pgtask_sa.crew import Crew, Options, Plan
+from pgtask_sa.engines import database_url, given_url
+from pgtask_sa.enqueue import TaskSession
+from pgtask_sa.enqueue_async import AsyncTaskSession
+from pgtask_sa.errors import ConfigurationError, TaskError
+from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
+from pgtask_sa.handlers import TaskRegistry
+from pgtask_sa.progress import DrainProgress
+from pgtask_sa.retry import Seconds, as_seconds
+from pgtask_sa.settle import Tables
+from pgtask_sa.statements import count_claimable
+from pgtask_sa.supervisor import Supervisor
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_CUT = 3  # tasks were still running when the grace was over, or at a second signal
+
+
+class Worker:
+    """Runs the tasks of a registry: claims, calls the handlers, commits; until it is stopped.
+
+    Args:
+        tasks: the registry with the handlers. Other task types are left in the table.
+        database: URL of the database, or an engine whose URL is taken. The worker makes its own
+            connections, with psycopg: one for each lane, one that listens, one for deadlines.
+        concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
+        processes: how many processes do that; a child that dies is replaced.
+        batch_size: tasks per claim and transaction. 1 (the default) repeats one e-mail after a
+            crash; larger batches are faster, and good for handlers that only touch the database.
+        order: ``fair`` (equal turns for each type), ``random`` or ``tablesample``.
+        priority: task type to rank; lower ranks are claimed first, a type not named has rank 0.
+        sample: per cent of the table that ``tablesample`` looks at.
+        drain: stop when nothing is left to claim.
+        grace: seconds that running tasks get to finish after the first signal.
+        idle_interval: seconds between looks at the table when nothing happens (a wake-up makes it
+            look at once).
+        report_interval: seconds between reports of task types without a handler.
+        session: a sessionmaker for the sessions handed to sync handlers; `TaskSession` by default.
+        async_session: likewise for async handlers; `AsyncTaskSession` by default.
+        listeners: called with every `pgtask_sa.events.Event`.
+
+    Raises:
+        ConfigurationError: an option is out of range, or there are no handlers.
+
+    Example:
+        >>> tasks = TaskRegistry()
+        >>> @tasks.handler("GREET")
+        ... def greet(session, params): print("hello", params["name"])
+        >>> worker = Worker(tasks, "postgresql://localhost/app", concurrency=2, drain=True)
+        >>> worker.run()  # doctest: +SKIP
+        0
+    """
+
+    def __init__(
+        self,
+        tasks: TaskRegistry,
+        database: str | URL | Engine | AsyncEngine,
+        *,
+        concurrency: int = 4,
+        processes: int = 1,
+        batch_size: int = 1,
+        order: Order = "fair",
+        priority: Mapping[str, int] | None = None,
+        sample: float = 1.0,
+        drain: bool = False,
+        grace: Seconds = 30.0,
+        idle_interval: Seconds = 5.0,
+        report_interval: Seconds = 60.0,
+        session: Callable[..., Session] | None = None,
+        async_session: Callable[..., AsyncSession] | None = None,
+        listeners: list[Listener] | None = None,
+    ) -> None:
+        if not isinstance(tasks, TaskRegistry):
+            raise ConfigurationError(f"a TaskRegistry is needed, got {tasks!r}")
+        if not len(tasks):
+            raise ConfigurationError("the registry has no handlers: is its module imported?")
+        self.options = Options(
+            concurrency=concurrency,
+            processes=processes,
+            claim=ClaimOptions(order, batch_size, dict(priority or {}), sample),
+            drain=drain,
+            grace=as_seconds(grace, "grace"),
+            idle_interval=as_seconds(idle_interval, "idle_interval"),
+            report_interval=as_seconds(report_interval, "report_interval"),
+        )
+        self.tasks = tasks
+        self.url = database_url(database)
+        self.events = Events(listeners)
+        self.tables = Tables(tasks.task_class)
+        self._session = session or sessionmaker(class_=TaskSession, task_class=tasks.task_class)
+        self._async_session = async_session or async_sessionmaker(
+            class_=AsyncTaskSession, task_class=tasks.task_class
+        )
+        self._stopping = threading.Event()
+        self._signals = 0
+        self._changed = threading.Event()
+
+    # -- public ------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Work until stopped or, with ``drain``, until nothing is left.
+
+        Returns:
+            The exit code: 0 after a clean end, 3 if running tasks had to be cut off (they were
+            rolled back and wait in the table).
+        """
+        if self.options.processes > 1:
+            o = self.options
+            return Supervisor(self._run_here, o.processes, self.events, drain=o.drain).run()
+        return self._run_here()
+
+    def stop(self, *, now: bool = False) -> None:
+        """Stop claiming and let the running tasks finish; with ``now`` cut them off at once.
+
+        May be called from another thread or from a signal handler.
+        """
+        self._signals += 2 if now else 1
+        self._stopping.set()
+        self._changed.set()
+
+    def count_left(self) -> int:
+        """Count the tasks that could be claimed now; reads the whole table."""
+        engine = create_engine(self.url)
+        try:
+            with engine.connect() as connection:
+                types = {"types": list(self.tasks.handlers)}
+                count = connection.execute(count_claimable(self.tables.task), types)
+                return int(count.scalar_one())
+        finally:
+            engine.dispose()
+
+    # -- inside ------------------------------------------------------------------------------
+
+    def _plan(self) -> Plan:
+        return Plan(
+            self.url,
+            self.options,
+            self.tables,
+            self.tasks.handlers,
+            self.events,
+            self._session,
+            self._async_session,
+        )
+
+    def _run_here(self) -> int:
+        crew = Crew(self._plan(), self._stopping, self.stop)
+        with _signals(self.stop):
+            self.events.emit("worker.started", "worker started", **self._summary())
+            crew.start()
+            while not self._stopping.is_set():
+                self._changed.wait(1.0)  # returns for signals too
+            code = self._wind_up(crew)
+        self.events.emit("worker.stopped", "worker stopped", exit_code=code)
+        return code
+
+    def _summary(self) -> dict[str, Any]:
+        o = self.options
+        return {
+            "types": len(self.tasks),
+            "concurrency": o.concurrency,
+            "batch_size": o.claim.batch_size,
+            "order": o.claim.order,
+        }
+
+    def _wind_up(self, crew: Crew) -> int:
+        """First signal: finish what runs, within the grace. Second signal, or grace over: cut."""
+        crew.close()
+        deadline = time.monotonic() + self.options.grace
+        while crew.busy() and self._signals < 2 and time.monotonic() < deadline:  # noqa: PLR2004
+            crew.wait(0.05)
+        cut = crew.busy()
+        if cut:
+            self.events.emit(
+                "worker.cut", f"cutting off {cut} running tasks", level=logging.WARNING
+            )
+            crew.cut()
+        crew.end()
+        return EXIT_CUT if cut else EXIT_OK
+
+
+class _signals:  # noqa: N801 - reads as a clause
+    """Route SIGTERM and SIGINT to a stop function while inside; in the main thread only."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.stop = stop
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self.before[number] = signal.signal(number, lambda *_: self.stop())
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def load_registry(target: str) -> TaskRegistry:
+    """Import the registry that ``package.module:name`` names.
+
+    Raises:
+        ConfigurationError: the module or the name is not there, or is no registry.
+
+    Example:
+        >>> load_registry("no.such:tasks")
+        Traceback (most recent call last):
+        pgtask_sa.errors.ConfigurationError: cannot import 'no.such': No module named 'no'
+    """
+    module_name, _, name = target.partition(":")
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigurationError(f"cannot import {module_name!r}: {error}") from error
+    found = getattr(module, name or "tasks", None)
+    if not isinstance(found, TaskRegistry):
+        raise ConfigurationError(f"{module_name} has no TaskRegistry named {name or 'tasks'!r}")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pgtask_sa.worker",
+        description="Run the tasks that wait in the task table.",
+        epilog="Exit codes: 0 clean end, 1 cannot start, 2 wrong usage, 3 running tasks were cut "
+        "off (they are back in the table).",
+    )
+    add = parser.add_argument
+    add("tasks", metavar="PACKAGE.MODULE:NAME", help="where the TaskRegistry is")
+    add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
+    add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
+    add("--processes", type=int, default=1, help="worker processes (1)")
+    add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
+    add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
+    add("--priority", nargs="+", default=[], metavar="TYPE=RANK", help="lower ranks go first")
+    add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
+    add("--drain", action="store_true", help="stop when nothing is left to claim")
+    add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")
+    add("--idle-interval", type=float, default=5.0, help="seconds between looks when idle (5)")
+    add(
+        "--report-interval",
+        type=float,
+        default=60.0,
+        help="seconds between reports of types without a handler (60)",
+    )
+    add("--log-level", default=None, help="DEBUG, INFO, WARNING, .. (INFO; WARNING with a bar)")
+    add("--log-format", choices=("text", "json"), default="text")
+    add("--no-progress", action="store_true", help="no bar for --drain")
+    return parser
+
+
+def _ranks(pairs: list[str]) -> dict[str, int]:
+    ranks = {}
+    for pair in pairs:
+        name, separator, rank = pair.rpartition("=")
+        if not separator or not name:
+            raise ConfigurationError(f"--priority takes TYPE=RANK, got {pair!r}")
+        try:
+            ranks[name] = int(rank)
+        except ValueError:
+            raise ConfigurationError(f"--priority rank must be an integer: {pair!r}") from None
+    return ranks
+
+
+def set_up_logging(level: str, style: str) -> None:
+    """Send log lines to standard error, for people or for programs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
+    return Worker(
+        load_registry(arguments.tasks),
+        given_url(arguments.database_url),
+        concurrency=arguments.concurrency,
+        processes=arguments.processes,
+        batch_size=arguments.batch_size,
+        order=arguments.order,
+        priority=_ranks(arguments.priority),
+        sample=arguments.sample,
+        drain=arguments.drain,
+        grace=arguments.grace,
+        idle_interval=arguments.idle_interval,
+        report_interval=arguments.report_interval,
+        listeners=listeners,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker as the command line says; return the exit code."""
+    arguments = _parser().parse_args(argv)
+    bar = arguments.drain and not arguments.no_progress and sys.stderr.isatty()
+    listeners: list[Listener] = []
+    try:
+        set_up_logging(arguments.log_level or ("WARNING" if bar else "INFO"), arguments.log_format)
+        worker = _worker(arguments, listeners)
+    except (TaskError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return EXIT_FAILED
+    if not bar:
+        return worker.run()
+    progress = DrainProgress(worker.count_left, Console(stderr=True))
+    listeners.append(progress.on_event)
+    with progress:
+        return worker.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
