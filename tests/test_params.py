@@ -32,7 +32,7 @@ class Color(enum.Enum):
 
 
 class Text(str):
-    pass
+    __slots__ = ()
 
 
 class Strange(enum.IntEnum):
@@ -86,7 +86,7 @@ WELCOME = Welcome(
 
 @pytest.fixture(scope="module")
 def through_jsonb(server_url: str):
-    """A function that sends a value to a jsonb on the server and back."""
+    """Give a function that sends a value to a jsonb on the server and back."""
     with create_engine(server_url).connect() as connection:
         yield lambda value: connection.scalar(select(cast(literal(value, JSONB), JSONB)))
 
@@ -118,7 +118,17 @@ def test_what_postgres_cannot_keep_is_refused_with_its_path(value: Any, message:
 
 @pytest.mark.parametrize(
     "value",
-    [(1, 2), {1}, b"x", uuid.uuid4(), dt.date.today(), Decimal(1), Color.RED, Strange.ONE, object()],
+    [
+        (1, 2),
+        {1},
+        b"x",
+        uuid.uuid4(),
+        dt.date.today(),
+        Decimal(1),
+        Color.RED,
+        Strange.ONE,
+        object(),
+    ],
 )
 def test_other_types_are_refused_and_the_error_names_the_way_out(value: Any) -> None:
     """What is not plain JSON needs a typed handler, and the message says so."""
@@ -303,17 +313,16 @@ def test_stored_params_that_do_not_fit_are_refused_at_load() -> None:
 
 
 def test_params_that_would_lose_something_are_refused() -> None:
-    """A field left out of the JSON form would come back with its default."""
+    """A field that is written under one name and read under another would come back empty."""
 
     class Leaky(pydantic.BaseModel):
-        kept: int
-        lost: int = pydantic.Field(default=0, exclude=True)
+        note: str = pydantic.Field(default="", validation_alias="remark")
 
     codec = codec_for(Leaky)
 
-    assert codec.dump(Leaky(kept=1)) == {"kept": 1}
-    with pytest.raises(ParamsError, match="would not come back from JSON as it is"):
-        codec.dump(Leaky(kept=1, lost=2))
+    assert codec.dump({}) == {"note": ""}
+    with pytest.raises(ParamsError, match="Leaky would not come back from JSON as it is"):
+        codec.dump({"remark": "important"})
 
 
 def test_aliases_travel() -> None:

@@ -56,7 +56,9 @@ def setup(plugin: Plugin) -> None:
 
     Example:
         >>> from alembic.runtime.plugins import Plugin
-        >>> setup(Plugin("my_application.task_tables"))
+        >>> plugin = Plugin("my_application.task_tables")
+        >>> setup(plugin)
+        >>> plugin.remove()
     """
     from alembic.util import DispatchPriority  # noqa: PLC0415 - see the top
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from sqlalchemy import event
@@ -102,10 +103,7 @@ class EnqueueMixin(_Base):
             ParamsError: the params of a task were given as a callable, and what it returned
                 cannot be kept. All that is pending stays pending.
         """
-        if self._ledger.tasks:
-            self._ledger.flush(self, lambda: super(EnqueueMixin, self).flush(objects))
-        else:
-            super().flush(objects)
+        self._ledger.flush(self, partial(super().flush, objects))
 
     @overload
     def enqueue(

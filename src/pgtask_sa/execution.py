@@ -71,8 +71,11 @@ class Execution:
         handlers: Mapping[str, Handler],
         tables: Tables,
         events: Events,
+        *,
+        begin: Callable[[], Any] | None = None,
     ) -> None:
         self.connection = connection
+        self.begin = begin or connection.begin  # in somebody else's transaction: begin_nested
         self.face = face
         self.claimer = claimer
         self.handlers = handlers
@@ -100,7 +103,7 @@ class Execution:
         return self._transact(self._claim)
 
     def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
-        transaction = self.connection.begin()
+        transaction = self.begin()
         try:
             batch = claim()
             finished = [self._attempt(claimed) for claimed in batch]
@@ -287,6 +290,6 @@ class Execution:
         """Count the attempts that could not be counted in their own transaction."""
         while self._owed:
             lost = self._owed[0]
-            with self.connection.begin():
+            with self.begin():
                 self.settler.settle_apart(lost)
             self._owed.pop(0)

@@ -31,41 +31,79 @@ class Ledger:
         deferred: of these, the ones whose params are still to be evaluated, and how.
     """
 
-    __slots__ = ("_connections", "_root", "_task_engines", "deferred", "tasks")
+    __slots__ = (
+        "_connections",
+        "_flushing",
+        "_late",
+        "_root",
+        "_task_engines",
+        "deferred",
+        "tasks",
+    )
 
     def __init__(self) -> None:
         self.tasks: list[Any] = []
         self.deferred: dict[Any, Fill] = {}
+        self._late: list[Any] = []
+        self._flushing = False
         self._root: SessionTransaction | None = None
         self._connections: dict[Engine, Connection] = {}
         self._task_engines: set[Engine] = set()
 
     def add(self, session: Session, task: Any, fill: Fill | None = None) -> None:
         """Put a task into the session; ``fill`` gives its params when the session is flushed."""
-        session.add(task)
         self.tasks.append(task)
+        if self._flushing and session.twophase:
+            session.execute(silence_wakeup(), bind_arguments={"mapper": type(task)})
         if fill is not None:
             self.deferred[task] = fill
+        if fill is not None and self._flushing:
+            self._late.append(
+                task
+            )  # enqueued by a listener or a callable: not yet, its params lack
+        else:
+            session.add(task)
 
     def flush(self, session: Session, flush: Callable[[], None]) -> None:
-        """Write the session with its tasks; ``flush`` is the session's own."""
+        """Write the session with its tasks; ``flush`` is the session's own.
+
+        First all but the tasks that look at other new rows; then, their params filled in, those.
+        """
+        if self._flushing:
+            flush()
+            return
         if session.twophase:
             self._silence(session)
-        waiting = {task: fill for task, fill in self.deferred.items() if task in session}
+        again = True
+        while again:
+            waiting = self._take_deferred(session) if self.deferred else []
+            again = self._flush_once(session, flush, waiting)
+            if self.tasks:
+                self._release(session)
+
+    def _take_deferred(self, session: Session) -> list[Any]:
+        waiting = [task for task in self.deferred if task in session]
         for task in waiting:
             session.expunge(task)
+        self.deferred = {task: self.deferred[task] for task in waiting}
+        return waiting
+
+    def _flush_once(self, session: Session, flush: Callable[[], None], waiting: list[Any]) -> bool:
+        """Flush all but ``waiting``, fill those in; return whether there is more to write."""
+        self._flushing = True
         try:
             flush()
-            _fill(session, waiting)
+            _fill(session, {task: self.deferred[task] for task in waiting})
+            for task in waiting:
+                del self.deferred[task]
         finally:
+            self._flushing = False
+            late, self._late = self._late, []
             # Also after an error, or commit() would write the rest and never know of these. A
-            # flush that failed has rolled back already, and forgets what is added now.
+            # flush that failed in the database has rolled back already; then they are forgotten.
             if session.is_active:
-                session.add_all(waiting)
-        self.deferred.clear()
-        if waiting:
-            flush()
-        self._release(session)
+                session.add_all([*waiting, *late])
+        return bool(waiting or late)
 
     def _silence(self, session: Session) -> None:
         for task_class in {type(task) for task in self.tasks if task in session}:

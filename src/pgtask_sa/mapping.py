@@ -151,8 +151,18 @@ def _add_indexes(table: Table) -> None:
 
 
 def _add_storage(table: Table) -> None:
+    """Set the storage parameters: in CREATE TABLE with SQLAlchemy 2.1, right after it with 2.0."""
     options = table.dialect_options["postgresql"]
-    table.kwargs["postgresql_with"] = {**STORAGE, **(options["with"] or {})}
+    if "with" in options:
+        table.kwargs["postgresql_with"] = {**STORAGE, **(options["with"] or {})}
+    else:
+        event.listen(table, "after_create", _set_storage)
+
+
+def _set_storage(table: Table, connection: Connection, **_: Any) -> None:
+    name = _Quoted(connection, table.name, connection.schema_for_object(table)).table
+    settings = ", ".join(f"{key} = {value}" for key, value in STORAGE.items())
+    connection.exec_driver_sql(f"alter table {name} set ({settings})")
 
 
 class _Quoted:

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Select,
     Table,
     Text,
+    any_,
     bindparam,
     case,
     cast,
@@ -299,3 +300,71 @@ def announce_sleep() -> Select[Any]:
 def withdraw_sleep() -> Select[Any]:
     """Tell inserts of the table ``:oid`` that nobody of this process sleeps any more."""
     return _wakeup_lock(func.pg_advisory_unlock_shared)
+
+
+def next_in_line(table: Table, now: Now | None = None) -> Select[Any]:
+    """Find and hold the first task of ``:types``: ready ones by number, then by time those due.
+
+    For tests, where the order must not change from run to run. Workers claim by lottery.
+    """
+    moment = _server_now() if now is None else now
+    c, types = table.c, cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+    return (
+        select(c.task_id, cast(c.task_type, Text).label("task_type"))
+        .where(c.task_type == any_(types), or_(c.run_at.is_(None), c.run_at <= moment))
+        .order_by(c.run_at.nulls_first(), c.task_id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+
+
+def all_waiting(table: Table) -> Select[Any]:
+    """List all tasks with what tests ask about them, in the order of their numbers."""
+    c = table.c
+    kind = cast(c.task_type, Text).label("task_type")
+    rest = (c.params, c.created_at, c.run_at, c.attempts, c.last_error)
+    return select(c.task_id, kind, *rest).order_by(c.task_id)
+
+
+def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select[Any]:
+    """Count the tasks of the type ``:kind`` and date the oldest, but look at no more than ``most``.
+
+    Returns one row: ``count``, ``oldest_at`` and its age ``oldest_seconds`` (null if none waits).
+    """
+    moment = _server_now() if now is None else now
+    of_kind = table.c.task_type == cast(bindparam("kind", type_=Text), table.c.task_type.type)
+    some = select(table.c.created_at).where(of_kind).limit(most).subquery("some")
+    oldest = func.min(some.c.created_at)
+    age = cast(extract("epoch", moment - oldest), Double)
+    return select(
+        func.count().label("count"), oldest.label("oldest_at"), age.label("oldest_seconds")
+    ).select_from(some)
+
+
+def by_ids(table: Table) -> ColumnElement[bool]:
+    """Choose the rows whose numbers are in ``:ids``."""
+    return table.c.task_id == any_(bindparam("ids", type_=ARRAY(BigInteger)))
+
+
+def rows_by_ids(table: Table) -> Select[Any]:
+    """Fetch the rows of ``:ids`` from the task table or from the error queue, as `listing` does."""
+    return listing(table, task_type=None, limit=0).limit(None).where(by_ids(table))
+
+
+def hold_dead(dead: Table, *, task_type: str | None, limit: int) -> Select[Any]:
+    """Lock dead tasks with numbers over ``:after``, passing over those that others have locked."""
+    statement = select(dead.c.task_id).where(dead.c.task_id > bindparam("after", type_=BigInteger))
+    if task_type is not None:
+        statement = statement.where(cast(dead.c.task_type, Text) == task_type)
+    return statement.order_by(dead.c.task_id).limit(limit).with_for_update(skip_locked=True)
+
+
+def hold_dead_by_ids(dead: Table) -> Select[Any]:
+    """Lock the dead tasks of ``:ids``, passing over those that others have locked."""
+    statement = select(dead.c.task_id).where(by_ids(dead)).order_by(dead.c.task_id)
+    return statement.with_for_update(skip_locked=True)
+
+
+def clock() -> Select[Any]:
+    """Read the server's clock."""
+    return select(func.clock_timestamp())

@@ -101,12 +101,16 @@ class UserProject:
             source = source.replace(standard, ours)
         env.write_text(source)
 
-    def copy(self, directory: Path, database_url: str) -> UserProject:
-        """Copy the project to a new directory, for another database."""
+    def copy(self, directory: Path, database_url: str, models: str | None = None) -> UserProject:
+        """Copy the project for another database; with other models it begins without migrations."""
         shutil.copytree(self.directory, directory)
         project = object.__new__(UserProject)
         project.directory = directory
         project._write_url(database_url)
+        if models is not None:
+            project.write_models(models)
+            for path in project.versions.glob("*.py"):
+                path.unlink()
         return project
 
     def _write_url(self, url: str) -> None:
@@ -147,7 +151,12 @@ class UserProject:
         return {"PYTHONPATH": os.pathsep.join([str(info.parent), *_python_path()])}
 
     @property
+    def versions(self) -> Path:
+        """The directory of the project's migrations."""
+        return self.directory / "migrations" / "versions"
+
+    @property
     def migrations(self) -> list[str]:
         """The sources of the project's migrations."""
-        versions = self.directory / "migrations" / "versions"
-        return [path.read_text() for path in sorted(versions.glob("*.py"), key=os.path.getmtime)]
+        paths = sorted(self.versions.glob("*.py"), key=os.path.getmtime)
+        return [path.read_text() for path in paths]

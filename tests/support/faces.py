@@ -38,7 +38,9 @@ class Face:
         async with maker.begin() as session:
             return await session.run_sync(work)
 
-    def rows(self, columns: str = "task_type, params", table: str = "task") -> list[tuple[Any, ...]]:
+    def rows(
+        self, columns: str = "task_type, params", table: str = "task"
+    ) -> list[tuple[Any, ...]]:
         """Return what is committed, in the order of task_id."""
         engine = create_engine(self.url.set(drivername="postgresql+psycopg"), poolclass=NullPool)
         with engine.connect() as connection:

@@ -74,9 +74,7 @@ class DigestJob(TaskMixin, Base):
     """Unique over a digest: params of any size fit."""
 
     __tablename__ = "digest_job"
-    __table_args__ = (
-        Index("digest_job_uq", "task_type", text("md5(params::text)"), unique=True),
-    )
+    __table_args__ = (Index("digest_job_uq", "task_type", text("md5(params::text)"), unique=True),)
 
 
 def create_all(engine: Any) -> None:

@@ -1,0 +1,1 @@
+"""A small web application that signs people up and welcomes them by e-mail."""
