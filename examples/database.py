@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent / "support"))
 
-from postgres_server import PostgresServer  # noqa: E402
+from postgres_server import PostgresServer
 
 
 @contextmanager

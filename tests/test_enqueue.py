@@ -127,7 +127,7 @@ def test_written_tasks_have_left_the_session(face: Face) -> None:
         return task
 
     task = face.run(work)
-    values = {name: getattr(task, name) for name in inspect(Task).attrs.keys()  # noqa: SIM118}
+    values = {attribute.key: getattr(task, attribute.key) for attribute in inspect(Task).attrs}
 
     assert inspect(task).detached
     assert (values["task_type"], values["attempts"], values["last_error"]) == ("A", 0, None)
@@ -159,13 +159,14 @@ def test_own_task_classes(maker: Any, db_url: str, kind: str, case: str) -> None
 
     task = face.run(work)
     label = "welcome-mail" if task_class is EnumJob else "A"
+    stored = "hstore_to_jsonb(params)" if task_class is HstoreJob else "params"
 
     assert type(task) is task_class
-    assert face.rows("task_type::text, params", table) == [
-        (label, params),
+    assert face.rows(f"task_type::text, {stored}", table) == [
         (label, params),
         (label, {"a": "late"}),
-    ] or face.rows("task_type::text, hstore_to_json(params)", table)[2][1] == {"a": "late"}
+        (label, params),
+    ]
     if columns:
         assert face.rows("tenant", table) == [(7,), (7,), (7,)]
 
@@ -472,7 +473,9 @@ def test_two_phase_transactions_do_not_notify(engine: Engine, db_url: str) -> No
         if connection.scalar(text("show max_prepared_transactions")) == "0":
             pytest.skip("the server does not allow prepared transactions")
     sleeper = engine.connect()  # a worker that sleeps: without care the trigger would notify
-    sleeper.execute(select(func.pg_advisory_lock_shared(LOCK_CLASS, text("'task'::regclass::oid::int"))))
+    sleeper.execute(
+        select(func.pg_advisory_lock_shared(LOCK_CLASS, text("'task'::regclass::oid::int")))
+    )
     try:
         with TaskSession(engine, twophase=True) as session:
             session.enqueue("A")
@@ -567,9 +570,7 @@ def test_schema_translation_is_followed(engine: Engine) -> None:
         session.commit()
 
     assert committed(engine) == []
-    assert [row[0] for row in committed(engine, table="tenant.task")] == ["B", "C", "A"] or [
-        row[0] for row in committed(engine, table="tenant.task")
-    ] == ["A", "B", "C"]
+    assert [row[0] for row in committed(engine, table="tenant.task")] == ["A", "B", "C"]
 
 
 def test_a_plain_sql_insert_is_a_task(engine: Engine) -> None:

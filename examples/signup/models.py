@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from datetime import date, datetime
 
-from pgtask_sa import DeadTaskMixin, TaskMixin
 from sqlalchemy import BigInteger, DateTime, Identity, MetaData, func
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from pgtask_sa import DeadTaskMixin, TaskMixin
 
 
 class Base(DeclarativeBase):

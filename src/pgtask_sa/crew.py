@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 from sqlalchemy import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.claim import Claimer, ClaimOptions
+from pgtask_sa.claim import ClaimOptions
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import worker_async_engine, worker_engine
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
 from pgtask_sa.handlers import Handler
-from pgtask_sa.lanes import AsyncLane, Shared, SyncLane
+from pgtask_sa.lanes import AsyncLane, Lane, Shared, SyncLane
+from pgtask_sa.roster import Roster
 from pgtask_sa.settle import Settler, Tables
-from pgtask_sa.wakeup import Health, Listener
+from pgtask_sa.wakeup import DATABASE_ERRORS, Health, Listener, one_line
 from pgtask_sa.watchdog import Watchdog
 
 SIDE_CONNECTIONS = 3  # listening, enforcing a deadline, and one to spare
@@ -71,20 +73,17 @@ class Crew:
         self.stopping = stopping
         self.stop = stop
         self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS)
-        handlers = plan.handlers
-        kinds = {"sync": _of_kind(handlers, False), "async": _of_kind(handlers, True)}
-        self.counts = {kind: o.concurrency for kind, types in kinds.items() if types}
+        self.roster = Roster(plan.tables.task, plan.handlers, plan.events)
+        self.counts = {kind: o.concurrency for kind, types in self.roster.types.items() if types}
         self.bell = Doorbell(self.counts)
         self.health = Health(plan.events)
         self.watchdog = Watchdog(self.engine, self._settler)
         self.watchdog.on_stuck = self._replace
         self.shared = Shared(
             tables=plan.tables,
-            handlers=handlers,
-            claimers={
-                kind: partial(Claimer, plan.tables.task, types, o.claim)
-                for kind, types in kinds.items()
-            },
+            handlers=plan.handlers,
+            claim=o.claim,
+            roster=self.roster,
             bell=self.bell,
             health=self.health,
             events=plan.events,
@@ -95,8 +94,7 @@ class Crew:
         )
         self.listener = Listener(
             self.engine,
-            plan.tables.task,
-            list(handlers),
+            self.roster,
             self.bell,
             self.health,
             idle_interval=o.idle_interval,
@@ -111,7 +109,7 @@ class Crew:
     def start(self) -> None:
         """Start everything; lanes connect by themselves, and wait for a database that is away."""
         if self.plan.options.drain:
-            self.bell.on_quiet = self.stop
+            self.bell.on_quiet = self.stop  # nothing was found by anybody
         else:
             self.listener.start()
         self.watchdog.start()
@@ -125,15 +123,19 @@ class Crew:
         self.lanes.append(lane)
         lane.start()
 
-    def _replace(self, lane: SyncLane) -> None:
-        """Write off a lane whose handler does not come back, and start another."""
+    def _replace(self, lane: SyncLane | AsyncLane) -> None:
+        """Write off a lane whose handler does not come back, and start another if that can help."""
         if self.stopping.is_set():
             return
+        threaded = isinstance(lane, SyncLane)
+        what = "another takes its place" if threaded else "it blocks all async handlers"
         self.plan.events.emit(
             "lane.stuck",
-            f"{lane.name} is stuck in a handler long after its deadline; another takes its place",
+            f"{lane.name} is stuck in a handler long after its deadline; {what}",
             level=logging.ERROR,
         )
+        if not isinstance(lane, SyncLane):
+            return
         lane.abandoned = True
         self._add_lane()
 
@@ -157,14 +159,37 @@ class Crew:
         self.loop.join(seconds)
 
     def cut(self) -> None:
-        """Cut off what still runs; what does not react in a moment is left behind as a daemon."""
+        """Cut off what still runs; what does not react in a moment is left behind as a daemon.
+
+        A coroutine is cancelled. A thread cannot be, so its server process is ended: its row is
+        free at once, also when the program around this worker goes on.
+        """
         for lane in self.lanes:
-            if lane.is_alive():
-                lane.cut()
+            lane.cut()
         self.loop.cut()
-        deadline = time.monotonic() + 1.0
-        while self.busy() and time.monotonic() < deadline:
-            self.wait(0.05)
+        self._wait_for(lambda: not self.loop.busy(), 0.3)
+        # in a thread: the database may be away, and that must not delay the end
+        threading.Thread(target=self._fence, name="pgtask-fence", daemon=True).start()
+        self._wait_for(lambda: not self.busy(), 1.0)
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline:
+            self.wait(0.02)
+
+    def _fence(self) -> None:
+        """End the server processes of all lanes that still run something."""
+        lanes: list[Lane] = [*self.lanes, *self.loop.lanes]
+        executions = [lane.execution for lane in lanes]
+        try:
+            with self.engine.connect() as connection:
+                for execution in executions:
+                    if execution is not None and execution.running is not None:
+                        driver: Any = execution.connection.connection.driver_connection
+                        pid = driver.info.backend_pid
+                        connection.exec_driver_sql("select pg_terminate_backend(%s)", (pid,))
+        except Exception as error:  # noqa: BLE001 - the database is away; then the rows are free
+            self.plan.events.emit("lane.cut", repr(error), level=logging.DEBUG)
 
     def end(self) -> None:
         """Close what is left open."""
@@ -172,7 +197,17 @@ class Crew:
         if self.listener.is_alive():
             self.listener.join(2.0)
         if not self.busy():
+            if self.plan.options.drain:
+                self._report()
             self.engine.dispose()
+
+    def _report(self) -> None:
+        """Tell at the end of a drain what was left for want of a handler."""
+        try:
+            with self.engine.connect() as connection:
+                self.roster.report(connection)
+        except DATABASE_ERRORS as error:
+            self.plan.events.emit("drain.report", one_line(error), level=logging.DEBUG)
 
 
 class LoopThread(threading.Thread):
@@ -185,18 +220,22 @@ class LoopThread(threading.Thread):
         self.count = count
         self.lanes: list[AsyncLane] = []
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._running = 0
+        self._running = count
 
     def run(self) -> None:
         """Run all lanes to their end."""
-        asyncio.run(self._main())
+        # psycopg cannot work with the loop that is the default on Windows
+        loop = asyncio.SelectorEventLoop() if sys.platform == "win32" else asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._main())
+        finally:
+            loop.close()
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
         engine = worker_async_engine(self.url, self.count)
         self.lanes = [AsyncLane(self.shared, engine, n + 1) for n in range(self.count)]
         running = [lane.start() for lane in self.lanes]
-        self._running = self.count
         for task in running:
             await asyncio.wait([task])
             self._running -= 1
@@ -216,7 +255,3 @@ class LoopThread(threading.Thread):
         if self.loop is not None and self.is_alive():
             for lane in self.lanes:
                 self.loop.call_soon_threadsafe(lane.cut)
-
-
-def _of_kind(handlers: Mapping[str, Handler], is_async: bool) -> list[str]:
-    return [name for name, handler in handlers.items() if handler.is_async is is_async]

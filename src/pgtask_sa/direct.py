@@ -30,18 +30,17 @@ if TYPE_CHECKING:
 LOCK_NOT_AVAILABLE = "55P03"
 
 
-def _ready(session: Session, task_class: type[Any]) -> Connection:
-    """Flush what the session would flush before any statement; return the task's connection."""
-    if session.autoflush:
-        session.flush()
+def _connection(session: Session, task_class: type[Any]) -> Connection:
+    """Return the connection that the session uses for tasks, ready for inserts."""
+    connection = session.connection(bind_arguments={"mapper": task_class})
     if session.twophase:
-        session.execute(statements.silence_wakeup(), bind_arguments={"mapper": task_class})
-    return session.connection(bind_arguments={"mapper": task_class})
+        connection.execute(statements.silence_wakeup())
+    return connection
 
 
 def write_coalesced(session: Session, new: NewTask, timeout: Seconds) -> Any | None:
     """Insert a task unless an equal one waits; see `insert_statements.insert_unless_waiting`."""
-    connection = _ready(session, new.task_class)
+    connection = _connection(session, new.task_class)
     if not connection.scalar(statements.lock_key(new, wait=False)):
         with bounded_wait(connection, timeout, new.label):
             connection.execute(statements.lock_key(new, wait=True))
@@ -50,7 +49,7 @@ def write_coalesced(session: Session, new: NewTask, timeout: Seconds) -> Any | N
 
 def write_unique(session: Session, new: NewTask, rule: str, timeout: Seconds) -> Any | None:
     """Insert a task into a unique table; return None, or raise, when an equal one is there."""
-    connection = _ready(session, new.task_class)
+    connection = _connection(session, new.task_class)
     with bounded_wait(connection, timeout, new.label):
         task = _insert(session, new, statements.insert_one(new).on_conflict_do_nothing())
     if task is None and rule == "raise":
@@ -59,7 +58,8 @@ def write_unique(session: Session, new: NewTask, rule: str, timeout: Seconds) ->
 
 
 def _insert(session: Session, new: NewTask, statement: Insert) -> Any | None:
-    # The flush was done before the savepoint: in it, rolling back would undo the caller's rows.
+    # What there was to flush is flushed, before the savepoint: in it, a rollback would undo the
+    # caller's rows.
     with session.no_autoflush:
         returning = statements.returning_all(statement, new.task_class)
         task = session.scalars(returning).one_or_none()
@@ -111,7 +111,7 @@ def write_many(
 ) -> int:
     """Insert many tasks, one statement per batch; return how many rows were written."""
     batches = _batches(target, params, batch_size, in_order=unique)
-    connection = _ready(session, template.task_class)
+    connection = _connection(session, template.task_class)
     written = 0
     for batch in batches:
         statement = statements.insert_batch(template, batch)

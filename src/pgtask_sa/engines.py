@@ -10,7 +10,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import watch_errors
+from pgtask_sa.ground import guard_driver, watch_errors
 
 DRIVER = "postgresql+psycopg"
 
@@ -69,7 +69,7 @@ def given_url(option: str | None) -> URL:
 def _options(size: int) -> dict[str, Any]:
     return {
         "pool_size": size,
-        "max_overflow": 0,
+        "max_overflow": -1,  # a lane that is stuck in a handler keeps its own for good
         "pool_reset_on_return": "rollback",
         "isolation_level": "READ COMMITTED",  # under a higher one SKIP LOCKED fails, not skips
         "connect_args": CONNECT_ARGS,
@@ -94,7 +94,8 @@ def _prepare(engine: Engine) -> None:
     watch_errors(engine)
 
     @event.listens_for(engine, "connect")
-    def _check_client(dbapi_connection: Any, _record: Any) -> None:
+    def _prepare_connection(dbapi_connection: Any, record: Any) -> None:
+        guard_driver(getattr(dbapi_connection, "driver_connection", dbapi_connection), record.info)
         cursor = dbapi_connection.cursor()
         try:
             cursor.execute(CHECK_CLIENT)

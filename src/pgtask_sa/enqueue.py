@@ -17,7 +17,6 @@ on it. The async face is in enqueue_async.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
@@ -27,7 +26,6 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa import direct, intake
 from pgtask_sa.errors import EnqueueError
-from pgtask_sa.handlers import TaskView
 from pgtask_sa.insert_statements import NewTask
 from pgtask_sa.inserts import insert_task
 from pgtask_sa.ledger import Fill, Ledger
@@ -35,23 +33,25 @@ from pgtask_sa.mapping import Task, TaskMixin, task_table, unique_columns
 from pgtask_sa.params import MAX_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from datetime import datetime
     from enum import Enum
 
     from sqlalchemy import Connection
 
+    from pgtask_sa.handlers import TaskView
     from pgtask_sa.retry import Seconds
+
+    P = TypeVar("P")
+    TaskType: TypeAlias = str | Enum
+    HandlerFor: TypeAlias = Callable[[Any, P], Any] | Callable[[Any, P, TaskView], Any]
+    PlainHandler: TypeAlias = HandlerFor[dict[str, Any]]
+    PlainParams: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+    Conflict: TypeAlias = Literal["skip", "raise"]
 
     _Base = Session
 else:
     _Base = object
-
-P = TypeVar("P")
-TaskType: TypeAlias = "str | Enum"
-HandlerFor: TypeAlias = Callable[[Any, P], Any] | Callable[[Any, P, TaskView], Any]
-PlainHandler: TypeAlias = HandlerFor[dict[str, Any]]
-PlainParams: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-Conflict: TypeAlias = Literal["skip", "raise"]
 
 BATCH_SIZE = 5000
 
@@ -253,6 +253,7 @@ class EnqueueMixin(_Base):
         return target.evaluate(params)
 
     def _write_now(self, new: NewTask, rule: str | None) -> TaskMixin | None:
+        self._ledger.autoflush(self)
         task: TaskMixin | None
         if rule is None:
             task = direct.write_coalesced(self, new, self.enqueue_lock_timeout)
@@ -334,6 +335,7 @@ annotate the handler's params with a dataclass, TypedDict or pydantic model to s
             raise EnqueueError(f"batch_size must be an integer of 1 or more, got {batch_size!r}")
         target = intake.resolve(task, task_class, self.task_class, self.max_params_bytes)
         template = intake.new_task(target, run_at=run_at, delay=delay, columns=columns)
+        self._ledger.autoflush(self)
         written = direct.write_many(
             self,
             target,

@@ -9,9 +9,11 @@ What can happen to a task, and where it is settled:
 * The handler returns, COMMIT succeeds: the row was deleted by the claim; nothing is written.
 * The handler fails: its work is undone to the savepoint, and the row is put back with the attempt
   counted (or buried) in the same transaction, so that nobody can take it in between.
-* The transaction itself is lost (the connection died, a deferred constraint failed at COMMIT):
-  the row is back by itself, uncounted. If the task is to blame, the attempt is counted on a fresh
+* The transaction itself is lost (the connection died, the handler ended it past all guards): the
+  row is back by itself, uncounted. If the task is to blame, the attempt is counted on a fresh
   transaction before the next claim.
+* COMMIT fails for a whole batch (a deferred constraint): each task runs again alone, and then its
+  constraints are checked while its row is still held.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
-from pgtask_sa.claim import Claimer
+from pgtask_sa.claim import REPLAN, Claimer
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import comes_from, is_blameless, sqlstate
@@ -39,6 +41,8 @@ from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost
 
 MAX_BLAMELESS = 20
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
+NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
+IN_USE = "the handler ended while something of it still worked with its session"
 TIME_LIMITS = ("25P03", "25P04")  # the server ended a transaction that took too long
 
 
@@ -75,6 +79,7 @@ class Execution:
         begin: Callable[[], Any] | None = None,
     ) -> None:
         self.connection = connection
+        self._checks = begin is None  # constraints that are deferred to COMMIT
         self.begin = begin or connection.begin  # in somebody else's transaction: begin_nested
         self.face = face
         self.claimer = claimer
@@ -86,9 +91,11 @@ class Execution:
         self.on_full: Callable[[], object] = _nothing
         self.running: Claimed | None = None
         self.cut = False  # set from outside: whatever runs must not commit any more
-        self.expired: Claimed | None = None  # set from outside: this one's deadline was enforced
-        self._owed: list[TransactionLost] = []
-        self._blameless: dict[int, int] = {}
+        self.expired: Claimed | None = None  # set from outside: this one's time is over
+        self.settled: Claimed | None = None  # set from outside: and its attempt has been counted
+        self.owed: list[TransactionLost] = []  # survives the connection: a lane hands it on
+        self.blameless: dict[int, int] = {}  # task_id to count; a worker's lanes share one
+        self._alone = True
 
     # -- the walk of one claim ---------------------------------------------------------------
 
@@ -98,19 +105,25 @@ class Execution:
         Raises:
             DBAPIError: the database is away or refuses to work; nothing was done.
             Stopped: the worker is being stopped, and the tasks were given back.
+            TransactionLost: a handler left something running on the connection; take another one.
         """
-        self._pay()
+        self.pay()
         return self._transact(self._claim)
 
     def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
         transaction = self.begin()
+        batch: list[Claimed] = []
         try:
             batch = claim()
+            self._alone = len(batch) == 1
             finished = [self._attempt(claimed) for claimed in batch]
         except TransactionLost as lost:
             self._give_up(transaction)
             self._blame(lost)
-            return 1
+            self._rescue(batch, lost)
+            if lost.dirty:
+                raise
+            return len(batch)
         except BaseException:
             self._give_up(transaction)
             raise
@@ -120,6 +133,8 @@ class Execution:
         return len(batch)
 
     def _claim(self) -> list[Claimed]:
+        if self.claimer.must_replan():
+            self.connection.execute(REPLAN)
         for statement in self.claimer.next():
             rows = self._fetch(statement, self.claimer.parameters())
             if rows:
@@ -158,22 +173,29 @@ class Execution:
             except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
                 error = raised
             status = self.ground.status()
-        self._close(session)
+        closed = self._close(session)
         if self.cut:
             raise Stopped from error
-        if status in LOST or self.expired is claimed:
+        if self.expired is claimed:
+            raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
+        if status in LOST:
             raise TransactionLost(claimed, error, ended=status == TransactionStatus.IDLE)
+        if not closed or status == TransactionStatus.ACTIVE:
+            raise TransactionLost(claimed, error or TaskFailed(IN_USE), dirty=True)
         return error
 
     def _finish(self, session: Session) -> None:
-        """Flush the handler's session and release its savepoint, if there is nothing amiss."""
+        """Flush the handler's session and release the savepoints, if there is nothing amiss."""
         status = self.ground.status()
         if status == TransactionStatus.INERROR:
             # COMMIT would "succeed" as a silent ROLLBACK, and the task would run for ever
             cause = self.ground.trouble()
             raise TaskFailed(f"the handler swallowed a database error: {cause!r}") from cause
-        if status != TransactionStatus.IDLE:
+        if status in LOST:
+            return
+        if session.in_transaction():
             session.commit()
+        self.ground.keep(check=self._alone and self._checks)
 
     def _arguments(self, handler: Handler, handed: Any, claimed: Claimed) -> tuple[Any, ...]:
         raw = claimed.params()
@@ -181,7 +203,7 @@ class Execution:
         return (*arguments, self._view(handler, claimed, raw)) if handler.takes_task else arguments
 
     def _view(self, handler: Handler, claimed: Claimed, raw: Any) -> TaskView:
-        columns = {name: claimed.values[name] for name in self.tables.own_columns}
+        columns = {key: claimed.values[name] for key, name in self.tables.own_columns.items()}
         return TaskView(
             task_id=claimed.task_id,
             task_type=claimed.task_type,
@@ -192,23 +214,28 @@ class Execution:
             columns=columns,
         )
 
-    def _close(self, session: Session) -> None:
+    def _close(self, session: Session) -> bool:
+        """End the session for good; False if something of the handler still works with it."""
         try:
             session.close()
-        except Exception:  # noqa: BLE001 - of a connection in trouble; _check finds out
-            self.events.emit("session.close", "closing a session failed", level=logging.DEBUG)
+        except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
+            self.events.emit("session.close", f"not closed: {error!r}", level=logging.DEBUG)
+            return False
+        finally:
+            session.bind = None  # a handler that kept it cannot write into the next one's work
+        return True
 
     # -- what became of it -------------------------------------------------------------------
 
     def _settle(self, claimed: Claimed, error: BaseException | None, policy: Policy) -> Verdict:
         """Write the outcome in the transaction that holds the claim."""
         if error is None:
-            self.ground.keep()
             return Verdict("done")
         try:
             self.ground.undo()
-        except psycopg.Error as gone:  # the savepoint went with a transaction that was ended
-            raise TransactionLost(claimed, error, ended=True) from gone
+        except psycopg.Error as gone:
+            # the savepoint went with a transaction that was ended, unless the connection died
+            raise TransactionLost(claimed, error, ended=sqlstate(gone) in NO_SAVEPOINT) from gone
         verdict = decide(
             error, claimed.attempts, policy, blameless=self._is_blameless(claimed, error)
         )
@@ -220,18 +247,25 @@ class Execution:
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return False
-        if len(self._blameless) > 10_000:  # noqa: PLR2004
-            self._blameless.clear()
-        count = self._blameless[claimed.task_id] = self._blameless.get(claimed.task_id, 0) + 1
+        return self._bear(claimed)
+
+    def _bear(self, claimed: Claimed) -> bool:
+        """Count a failure that is nobody's fault; False when this task had too many of them."""
+        if len(self.blameless) > 10_000:  # noqa: PLR2004
+            self.blameless.clear()
+        count = self.blameless[claimed.task_id] = self.blameless.get(claimed.task_id, 0) + 1
         return count <= MAX_BLAMELESS
 
     # -- when the transaction is lost --------------------------------------------------------
 
     def _give_up(self, transaction: Any) -> None:
         """Roll back, by cutting the connection if there is no other way."""
+        if self.ground.status() in (TransactionStatus.IDLE, TransactionStatus.ACTIVE):
+            self.connection.invalidate()  # somebody ended the transaction under us, or still works
+        self._roll_back(transaction)
+
+    def _roll_back(self, transaction: Any) -> None:
         try:
-            if self.ground.status() == TransactionStatus.IDLE:
-                self.connection.invalidate()  # somebody ended the transaction under us
             transaction.rollback()
         except Exception:  # noqa: BLE001 - the connection is gone, and with it the transaction
             self.connection.invalidate()
@@ -256,7 +290,7 @@ class Execution:
                     task_ids=[claimed.task_id for claimed in batch],
                 )
                 raise
-            self._give_up(transaction)
+            self._roll_back(transaction)
             if is_blameless(error):
                 raise
             self._find_culprit(batch, error)
@@ -273,9 +307,10 @@ class Execution:
 
     def _blame(self, lost: TransactionLost) -> None:
         """Note that a lost transaction is the task's fault, unless it is not."""
-        if lost.claimed is self.expired:
+        if lost.claimed is self.settled:
             return  # whoever enforced the deadline has counted the attempt
-        if not lost.ended and (lost.error is None or is_blameless(lost.error)):
+        innocent = not lost.ended and (lost.error is None or is_blameless(lost.error))
+        if innocent and self._bear(lost.claimed):
             self.events.emit(
                 "transaction.lost",
                 f"the transaction of {lost.claimed} was lost; it runs again",
@@ -284,12 +319,31 @@ class Execution:
                 task_type=lost.claimed.task_type,
             )
         else:
-            self._owed.append(lost)
+            self.owed.append(lost)
 
-    def _pay(self) -> None:
+    def _rescue(self, batch: list[Claimed], lost: TransactionLost) -> None:
+        """Note the rest of a batch, whose rows a handler may have committed away unrun."""
+        if lost.ended:
+            rest = batch[batch.index(lost.claimed) + 1 :]
+            self.owed += [
+                TransactionLost(claimed, None, ended=True, unrun=True) for claimed in rest
+            ]
+
+    def pay(self) -> None:
         """Count the attempts that could not be counted in their own transaction."""
-        while self._owed:
-            lost = self._owed[0]
-            with self.begin():
-                self.settler.settle_apart(lost)
-            self._owed.pop(0)
+        while self.owed:
+            try:
+                with self.begin():
+                    self.settler.settle_apart(self.owed[0])
+            except DBAPIError as error:
+                if error.connection_invalidated or is_blameless(error):
+                    raise  # later, then
+                self.events.emit(
+                    "settle.failed", f"{self.owed[0]}: {error.orig!r}", level=logging.CRITICAL
+                )
+            self.owed.pop(0)
+
+
+def timed_out(seconds: float) -> TaskFailed:
+    """Return the error of an attempt that took longer than its handler may."""
+    return TaskFailed(f"timed out after {seconds:g} s")

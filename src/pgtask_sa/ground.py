@@ -3,13 +3,21 @@
 The handler may do to its session whatever it likes: commit, roll back, begin, break. The claim
 lies below the savepoint and survives all of it. A handler that never touches its session never
 pays for one.
+
+What it may not do is end the transaction below its session. Four ways lead there, each with a guard
+that refuses before anything has happened: ``COMMIT`` as text, ``session.connection().commit()``,
+that connection's transaction, and ``commit()`` of the driver. Past them all is the driver's own
+cursor; that is noticed afterwards, by what the driver knows of the transaction.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, event
 from typing_extensions import Self
@@ -23,6 +31,7 @@ ENDS_TRANSACTION = re.compile(
     re.IGNORECASE,
 )
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
+ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
 
 
 def watch_errors(engine: Engine) -> None:
@@ -31,7 +40,25 @@ def watch_errors(engine: Engine) -> None:
     @event.listens_for(engine, "handle_error")
     def _remember(context: Any) -> None:
         if context.connection is not None and not context.connection.invalidated:
-            context.connection.info["pgtask_trouble"] = context.original_exception
+            context.connection.info[TROUBLE] = context.original_exception
+
+
+def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
+    """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs."""
+    for name in ("commit", "rollback"):
+        setattr(driver, name, _guarded(getattr(driver, name), info))
+
+
+def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Callable[[], Any]:
+    def sync() -> Any:
+        if info.get(ARMED):
+            raise TaskFailed(ENDED)
+        return method()
+
+    async def awaited() -> Any:
+        return await sync()
+
+    return awaited if inspect.iscoroutinefunction(method) else sync
 
 
 class Ground:
@@ -43,31 +70,47 @@ class Ground:
         self.open = False
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.listen(connection, name, getattr(self, f"_{name}"))
+        # The events come too late to leave SQLAlchemy's own transaction as it was.
+        for name in ("commit", "rollback"):
+            setattr(connection, name, self._guard(getattr(connection, name)))
 
     def __enter__(self) -> Self:
         """Stand guard while a handler runs."""
         self.armed, self.open = True, False
-        self.connection.info.pop("pgtask_trouble", None)
+        self._info = self.connection.info
+        self._info.pop(TROUBLE, None)
+        self._info[ARMED] = True
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stand down; the savepoint, if there is one, stays open."""
         self.armed = False
+        self._info.pop(ARMED, None)
 
     def close(self) -> None:
         """Stop watching the connection."""
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.remove(self.connection, name, getattr(self, f"_{name}"))
+        for name in ("commit", "rollback"):
+            delattr(self.connection, name)
+
+    def _guard(self, method: Callable[[], None]) -> Callable[[], None]:
+        def guarded() -> None:
+            if self.armed:
+                raise TaskFailed(ENDED)
+            method()
+
+        return guarded
 
     def _before_cursor_execute(
-        self, _conn: Any, cursor: Any, statement: str, _params: Any, _context: Any, _many: bool
+        self, _conn: Any, _cursor: Any, statement: str, _params: Any, _context: Any, _many: bool
     ) -> None:
         if not self.armed:
             return
-        if ENDS_TRANSACTION.match(statement):
+        if ENDS_TRANSACTION.match(statement) or self.status() == TransactionStatus.IDLE:
             raise TaskFailed(ENDED)
         if not self.open:
-            cursor.execute(f"SAVEPOINT {SAVEPOINT}")
+            self._execute(f"SAVEPOINT {SAVEPOINT}")
             self.open = True
 
     def _commit(self, _conn: Connection) -> None:
@@ -82,19 +125,44 @@ class Ground:
             self._execute(f"ROLLBACK TO SAVEPOINT {SAVEPOINT}")
             self.keep()
 
-    def keep(self) -> None:
-        """Keep what the handler did, as part of the worker's transaction."""
-        if self.open:
-            self._execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
-            self.open = False
+    def keep(self, *, check: bool = False) -> None:
+        """Keep what the handler did, as part of the worker's transaction.
+
+        With ``check`` its deferred constraints are checked now. A task that breaks one fails while
+        its row is held; at COMMIT the row would be free before the attempt could be counted.
+        """
+        if not self.open:
+            return
+        release = f"RELEASE SAVEPOINT {SAVEPOINT}"
+        if check:
+            self._execute_both("SET CONSTRAINTS ALL IMMEDIATE", release)
+        else:
+            self._execute(release)
+        self.open = False
 
     def _execute(self, statement: str) -> None:
         # past SQLAlchemy, whose own savepoints on this connection may be in any state by now
         cursor = self.connection.connection.cursor()
         try:
             cursor.execute(statement)
+        except psycopg.Error as error:
+            self.connection.info[TROUBLE] = error
+            raise
         finally:
             cursor.close()
+
+    def _execute_both(self, first: str, second: str) -> None:
+        """Execute two statements in one round trip; with psycopg, and unprepared, that can be."""
+        dbapi: Any = self.connection.connection.dbapi_connection
+        both = f"{first}; {second}"
+        try:
+            if hasattr(dbapi, "run_async"):
+                dbapi.run_async(lambda driver: driver.execute(both, prepare=False))
+            else:
+                dbapi.execute(both, prepare=False)
+        except psycopg.Error as error:
+            self.connection.info[TROUBLE] = error
+            raise
 
     def status(self) -> TransactionStatus:
         """Ask the driver, without a round trip, what became of the transaction."""
@@ -108,5 +176,5 @@ class Ground:
         """Return the last database error on this connection since the handler began."""
         if self.connection.closed or self.connection.invalidated:
             return None
-        found: BaseException | None = self.connection.info.get("pgtask_trouble")
+        found: BaseException | None = self.connection.info.get(TROUBLE)
         return found

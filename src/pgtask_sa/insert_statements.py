@@ -34,7 +34,7 @@ from sqlalchemy.dialects.postgresql import insert as pg_insert
 
 from pgtask_sa.errors import ParamsError
 from pgtask_sa.mapping import LOCK_CLASS, task_table
-from pgtask_sa.params import path_of, snapshot, snapshot_hstore
+from pgtask_sa.params import path_of, snapshot, snapshot_hstore, snapshot_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -228,12 +228,8 @@ def _jsonb(value: Any, keys: tuple[str | int, ...]) -> ColumnElement[Any]:
     if _is_sql(value):
         return value  # type: ignore[no-any-return]
     if not has_sql(value):
-        return cast(literal(_plain_json(value, keys), Text), JSONB)
+        return cast(literal(json.dumps(snapshot_value(value, keys)), Text), JSONB)
     return _jsonb_object(value, keys) if isinstance(value, Mapping) else _jsonb_array(value, keys)
-
-
-def _plain_json(value: Any, keys: tuple[str | int, ...]) -> str:
-    return json.dumps(snapshot({"": value}, path=path_of("params", keys))[""])
 
 
 def _jsonb_object(value: Mapping[str, Any], keys: tuple[str | int, ...]) -> ColumnElement[Any]:

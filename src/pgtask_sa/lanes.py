@@ -12,28 +12,40 @@ import inspect
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.claim import Claimer
+from pgtask_sa.claim import Claimer, ClaimOptions
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution, Stopped
+from pgtask_sa.execution import Execution, Stopped, timed_out
 from pgtask_sa.failures import sqlstate
 from pgtask_sa.handlers import Handler
-from pgtask_sa.settle import Claimed, Tables
-from pgtask_sa.wakeup import DATABASE_ERRORS, Health
+from pgtask_sa.roster import Roster
+from pgtask_sa.settle import Claimed, Tables, TransactionLost
+from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
 from pgtask_sa.watchdog import Watchdog
 
 PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
 RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
+UNDEFINED_TABLE = "42P01"
+SECOND_GRACE = 2.0  # for a coroutine that was cancelled, until its connection is cut
+
+
+class Lane(Protocol):
+    """What a lane shows to the rest of its crew."""
+
+    kind: str
+    execution: Execution | None
 
 
 @dataclass(frozen=True)
@@ -42,7 +54,8 @@ class Shared:
 
     tables: Tables
     handlers: Mapping[str, Handler]
-    claimers: Mapping[str, Callable[[], Claimer]]
+    claim: ClaimOptions
+    roster: Roster
     bell: Doorbell
     health: Health
     events: Events
@@ -50,13 +63,20 @@ class Shared:
     make_session: Callable[..., Session]
     make_async_session: Callable[..., AsyncSession]
     stopping: threading.Event
+    blameless: dict[int, int] = field(default_factory=dict)
 
-    def execution(self, kind: str, connection: Connection, face: Any) -> Execution:
-        """Set a connection up to run claims of a kind."""
-        execution = Execution(
-            connection, face, self.claimers[kind](), self.handlers, self.tables, self.events
-        )
-        execution.on_full = partial(self.bell.chain, kind)
+    def execution(self, lane: Lane, connection: Connection, face: Any) -> Execution:
+        """Set a lane's fresh connection up to run claims; call it where SQL may be run."""
+        self.roster.refresh(connection)
+        types = self.roster.types[lane.kind]
+        claimer = Claimer(self.tables.task, types, self.claim)
+        claimer.types = types  # not a copy: it follows the labels of the database
+        execution = Execution(connection, face, claimer, self.handlers, self.tables, self.events)
+        execution.on_full = partial(self.bell.chain, lane.kind)
+        execution.blameless = self.blameless
+        if lane.execution is not None:
+            execution.owed = lane.execution.owed
+        lane.execution = execution
         return execution
 
 
@@ -66,6 +86,11 @@ class Trouble:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
         self.pause = PAUSE[0]
+        self.since = 0.0
+
+    def connecting(self) -> None:
+        """Note that a connection is about to be opened."""
+        self.since = time.monotonic()
 
     def over(self) -> None:
         """Note that a sweep went well."""
@@ -74,16 +99,25 @@ class Trouble:
 
     def seconds(self, error: BaseException) -> float:
         """Note an error and return how long to wait."""
-        if sqlstate(error) in RACES:
+        if sqlstate(error) in RACES or isinstance(error, TransactionLost):
             return random.uniform(0.005, 0.05)  # noqa: S311
-        if isinstance(error, DATABASE_ERRORS):
-            self.shared.health.failed(error)
-        else:
+        if not isinstance(error, DATABASE_ERRORS):
             self.shared.events.emit(
                 "worker.error", f"unexpected: {error!r}", level=logging.CRITICAL
             )
+        elif not self.shared.health.failed(self._plain(error), self.since):
+            return random.uniform(0.0, 0.02)  # noqa: S311
         self.pause = min(self.pause * 2, PAUSE[1])
         return self.pause * random.uniform(0.5, 1.0)  # noqa: S311
+
+    def _plain(self, error: BaseException) -> BaseException:
+        if sqlstate(error) == UNDEFINED_TABLE:
+            return no_table(self.shared.tables.task)
+        return error
+
+
+# Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
+SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
 
 
 class SyncFace:
@@ -98,7 +132,7 @@ class SyncFace:
 
     def open(self) -> tuple[Session, Any]:
         """Open a Session in which the handler may commit without ending the claim."""
-        session = self.make(bind=self.connection, join_transaction_mode="create_savepoint")
+        session = self.make(bind=self.connection, **SESSION)
         return session, session
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
@@ -114,29 +148,67 @@ class SyncFace:
 class AsyncFace:
     """Coroutine functions, awaited on the event loop from within the synchronous code."""
 
-    def __init__(self, connection: AsyncConnection, make: Callable[..., AsyncSession]) -> None:
+    def __init__(
+        self,
+        connection: AsyncConnection,
+        make: Callable[..., AsyncSession],
+        lane: AsyncLane | None = None,
+    ) -> None:
         self.connection = connection
         self.make = make
+        self.lane = lane
 
     def open(self) -> tuple[Session, Any]:
         """Open an AsyncSession, and the Session inside it."""
-        session = self.make(bind=self.connection, join_transaction_mode="create_savepoint")
+        session = self.make(bind=self.connection, **SESSION)
         return session.sync_session, session
 
-    def call(self, handler: Handler, arguments: tuple[Any, ...], _claimed: Claimed) -> None:
+    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Await the coroutine; within its time, if there is a limit."""
         dbapi: Any = self.connection.sync_connection.connection.dbapi_connection  # type: ignore[union-attr]
-        dbapi.run_async(lambda _driver: self._await(handler, arguments))
+        # the watchdog is for a coroutine that blocks the loop, where no other timer runs
+        with self._blocking_guard(handler, claimed):
+            dbapi.run_async(lambda _driver: self._await(handler, arguments, claimed))
 
-    async def _await(self, handler: Handler, arguments: tuple[Any, ...]) -> None:
+    def _blocking_guard(self, handler: Handler, claimed: Claimed) -> AbstractContextManager[None]:
+        if self.lane is None:
+            return nullcontext()
+        grace = 2 * SECOND_GRACE
+        return self.lane.shared.watchdog.guard(handler.timeout, self.lane, claimed, grace=grace)
+
+    async def _await(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         coroutine = handler.function(*arguments)
         if handler.timeout is None:
             await coroutine
             return
+        running = asyncio.ensure_future(_outcome(coroutine))
         try:
-            await asyncio.wait_for(coroutine, handler.timeout)
-        except asyncio.TimeoutError as error:
-            raise TaskFailed(f"timed out after {handler.timeout:g} s") from error
+            await asyncio.wait([running], timeout=handler.timeout)
+        except asyncio.CancelledError:  # the worker stops
+            await self._cancel(running)
+            raise
+        if not running.done():
+            if not await self._cancel(running) and self.lane is not None:
+                await asyncio.to_thread(self.lane.shared.watchdog.expire, self.lane, claimed)
+            raise timed_out(handler.timeout)
+        error = running.result()
+        if error is not None:
+            raise error
+
+    @staticmethod
+    async def _cancel(running: asyncio.Future[Any]) -> bool:
+        running.cancel()
+        await asyncio.wait([running], timeout=SECOND_GRACE)
+        return running.done()
+
+
+async def _outcome(coroutine: Any) -> BaseException | None:
+    """Return what a coroutine raises: SystemExit must not get out, it would end the event loop."""
+    try:
+        await coroutine
+    except BaseException as error:  # noqa: BLE001
+        return error
+    return None
 
 
 class SyncLane(threading.Thread):
@@ -157,6 +229,7 @@ class SyncLane(threading.Thread):
     def run(self) -> None:
         """Claim, run, sleep, until stopped; an error never ends the lane."""
         while not self._over():
+            self.trouble.connecting()
             try:
                 with self.engine.connect() as connection:
                     self._work(connection)
@@ -173,12 +246,13 @@ class SyncLane(threading.Thread):
 
     def _work(self, connection: Connection) -> None:
         face = SyncFace(connection, self.shared.make_session, self)
-        self.execution = self.shared.execution(self.kind, connection, face)
+        execution = self.shared.execution(self, connection, face)
         while not self._over():
-            claimed = self.execution.sweep()
+            claimed = execution.sweep()
             self.trouble.over()
             if not claimed:
                 self._sleep()
+        execution.pay()
 
     def _sleep(self) -> None:
         self._woken.clear()
@@ -190,16 +264,9 @@ class SyncLane(threading.Thread):
         return self.shared.watchdog.guard(handler.timeout, self, claimed)
 
     def cut(self) -> None:
-        """Stop what runs: it can no longer commit, and its query on the server is cancelled."""
-        execution = self.execution
-        if execution is None:
-            return
-        execution.cut = True
-        try:
-            driver: Any = execution.connection.connection.driver_connection
-            driver.cancel_safe(timeout=1.0)
-        except Exception as error:  # noqa: BLE001 - the connection may be gone already
-            self.shared.events.emit("lane.cut", repr(error), level=logging.DEBUG)
+        """Keep what runs from committing."""
+        if self.execution is not None:
+            self.execution.cut = True
 
 
 class AsyncLane:
@@ -210,24 +277,27 @@ class AsyncLane:
     def __init__(self, shared: Shared, engine: AsyncEngine, number: int) -> None:
         self.shared = shared
         self.engine = engine
-        self.number = number
+        self.name = f"pgtask-async-lane-{number}"
         self.trouble = Trouble(shared)
         self.execution: Execution | None = None
         self.task: asyncio.Task[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
         """Start the lane on the running event loop."""
-        self.task = asyncio.create_task(self.run(), name=f"pgtask-async-lane-{self.number}")
+        self.task = asyncio.create_task(self.run(), name=self.name)
         return self.task
 
     async def run(self) -> None:
         """Claim, run, sleep, until stopped; an error never ends the lane."""
         while not self._over():
+            self.trouble.connecting()
             try:
                 async with self.engine.connect() as connection:
                     await self._work(connection)
-            except (Stopped, asyncio.CancelledError):
+            except Stopped:
                 break
+            except asyncio.CancelledError:
+                continue  # by `cut`, and then it is over; or by a handler that cancels its own task
             except BaseException as error:  # noqa: BLE001
                 if not self._over():
                     await asyncio.sleep(self.trouble.seconds(error))
@@ -237,15 +307,16 @@ class AsyncLane:
         return self.shared.stopping.is_set()
 
     async def _work(self, connection: AsyncConnection) -> None:
-        face = AsyncFace(connection, self.shared.make_async_session)
-        sync_connection = connection.sync_connection
-        assert sync_connection is not None  # noqa: S101 - it was just opened
-        execution = self.execution = self.shared.execution(self.kind, sync_connection, face)
+        face = AsyncFace(connection, self.shared.make_async_session, self)
+        execution = await connection.run_sync(
+            lambda sync_connection: self.shared.execution(self, sync_connection, face)
+        )
         while not self._over():
             claimed = await connection.run_sync(lambda _connection: execution.sweep())
             self.trouble.over()
             if not claimed:
                 await self._sleep()
+        await connection.run_sync(lambda _connection: execution.pay())
 
     async def _sleep(self) -> None:
         loop = asyncio.get_running_loop()

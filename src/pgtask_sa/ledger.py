@@ -54,7 +54,7 @@ class Ledger:
         """Put a task into the session; ``fill`` gives its params when the session is flushed."""
         self.tasks.append(task)
         if self._flushing and session.twophase:
-            session.execute(silence_wakeup(), bind_arguments={"mapper": type(task)})
+            _silence(session, type(task))
         if fill is not None:
             self.deferred[task] = fill
         if fill is not None and self._flushing:
@@ -73,13 +73,19 @@ class Ledger:
             flush()
             return
         if session.twophase:
-            self._silence(session)
+            for task_class in {type(task) for task in self.tasks if task in session}:
+                _silence(session, task_class)
         again = True
         while again:
             waiting = self._take_deferred(session) if self.deferred else []
             again = self._flush_once(session, flush, waiting)
             if self.tasks:
                 self._release(session)
+
+    def autoflush(self, session: Session) -> None:
+        """Flush as the session would before any statement: if it wants to, and not in a flush."""
+        if session.autoflush and not self._flushing:
+            session.flush()
 
     def _take_deferred(self, session: Session) -> list[Any]:
         waiting = [task for task in self.deferred if task in session]
@@ -104,10 +110,6 @@ class Ledger:
             if session.is_active:
                 session.add_all([*waiting, *late])
         return bool(waiting or late)
-
-    def _silence(self, session: Session) -> None:
-        for task_class in {type(task) for task in self.tasks if task in session}:
-            session.execute(silence_wakeup(), bind_arguments={"mapper": task_class})
 
     def _release(self, session: Session) -> None:
         """Let go of the tasks that have been written, and of those that were rolled back."""
@@ -155,6 +157,12 @@ class Ledger:
             self._root = root
             self._connections = {}
             self._task_engines = set()
+
+
+def _silence(session: Session, task_class: type[Any]) -> None:
+    # not session.execute(): that would start a flush
+    connection = session.connection(bind_arguments={"mapper": task_class})
+    connection.execute(silence_wakeup())
 
 
 def _fill(session: Session, waiting: dict[Any, Fill]) -> None:

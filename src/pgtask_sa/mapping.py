@@ -150,19 +150,17 @@ def _add_indexes(table: Table) -> None:
     )
 
 
-def _add_storage(table: Table) -> None:
-    """Set the storage parameters: in CREATE TABLE with SQLAlchemy 2.1, right after it with 2.0."""
-    options = table.dialect_options["postgresql"]
-    if "with" in options:
-        table.kwargs["postgresql_with"] = {**STORAGE, **(options["with"] or {})}
-    else:
-        event.listen(table, "after_create", _set_storage)
-
-
 def _set_storage(table: Table, connection: Connection, **_: Any) -> None:
-    name = _Quoted(connection, table.name, connection.schema_for_object(table)).table
-    settings = ", ".join(f"{key} = {value}" for key, value in STORAGE.items())
-    connection.exec_driver_sql(f"alter table {name} set ({settings})")
+    """Set our storage parameters, where the user's own ``postgresql_with`` names no other value.
+
+    By ALTER TABLE, not as an option of the Table: SQLAlchemy 2.0 does not know that option, and a
+    migration that was generated under 2.1 would not run there.
+    """
+    chosen = table.dialect_options["postgresql"].get("with") or {}
+    ours = [f"{key} = {value}" for key, value in STORAGE.items() if key not in chosen]
+    if ours:
+        name = _Quoted(connection, table.name, connection.schema_for_object(table)).table
+        connection.exec_driver_sql(f"alter table {name} set ({', '.join(ours)})")
 
 
 class _Quoted:
@@ -242,7 +240,7 @@ def _complete_table(mapper: Mapper[Any], _class: type[Any]) -> None:
         return
     table.info["pgtask"] = "task"
     _add_indexes(table)
-    _add_storage(table)
+    event.listen(table, "after_create", _set_storage)
     event.listen(table, "after_create", _after_create)
     event.listen(table, "after_drop", _after_drop)
 

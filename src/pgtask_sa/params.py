@@ -77,6 +77,23 @@ def snapshot(value: Any, *, path: str = "params", max_bytes: int = MAX_BYTES) ->
     return _Walk(path, max_bytes).copy_dict(value, None, 1)
 
 
+def snapshot_value(value: Any, keys: tuple[str | int, ...], *, max_bytes: int = MAX_BYTES) -> Any:
+    """Check and copy one plain value inside params; ``keys`` lead to it.
+
+    Raises:
+        ParamsError: a value cannot be kept; the message starts with its path.
+
+    Example:
+        >>> snapshot_value([1, float("inf")], ("user", "scores"))
+        Traceback (most recent call last):
+        pgtask_sa.errors.ParamsError: params.user.scores[1]: inf is not JSON
+    """
+    trail: Trail = None
+    for key in keys[:-1]:
+        trail = (trail, key)
+    return _Walk("params", max_bytes).copy(value, trail, keys[-1], 1)
+
+
 def snapshot_hstore(
     value: Any, *, path: str = "params", max_bytes: int = MAX_BYTES
 ) -> dict[str, str | None]:

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Connection, RowMapping, Table
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
 
 from pgtask_sa import statements
 from pgtask_sa.claim import claim_by_force, claim_by_id
@@ -57,12 +58,20 @@ class TransactionLost(TaskError):  # noqa: N818
     """The worker's transaction cannot go on: all of the batch is back in the table."""
 
     def __init__(
-        self, claimed: Claimed, error: BaseException | None, *, ended: bool = False
+        self,
+        claimed: Claimed,
+        error: BaseException | None,
+        *,
+        ended: bool = False,
+        dirty: bool = False,
+        unrun: bool = False,
     ) -> None:
         super().__init__(f"the transaction of task {claimed.task_id} was lost")
         self.claimed = claimed
         self.error = error
         self.ended = ended  # by the handler, past all guards
+        self.dirty = dirty  # something of the handler still works with the connection
+        self.unrun = unrun  # one of the same batch whose turn never came
 
 
 class Tables:
@@ -73,7 +82,12 @@ class Tables:
         self.dead: Table = dead_task_class(task_class).__table__
         self.json = statements.is_json(self.task)
         self.columns = [n for n in statements.stored_columns(self.task) if n != "run_at"]
-        self.own_columns = frozenset(self.columns) - _LIBRARY_COLUMNS
+        mapper = task_class.__mapper__
+        self.own_columns: dict[str, str] = {
+            mapper.get_property_by_column(self.task.c[name]).key: name
+            for name in self.columns
+            if name not in _LIBRARY_COLUMNS
+        }
         self.retry = statements.retry(self.task, unique_columns(task_class))
         self.equal_waiting = statements.equal_waiting(self.task)
         self.bury = statements.bury(self.task, self.dead)
@@ -86,6 +100,7 @@ class Tables:
         return Claimed(row, self.json)
 
 
+NOT_BURIED_DELAY = 300.0  # until a task that the error queue refused is tried again
 _LIBRARY_COLUMNS = frozenset(TaskMixin.__annotations__)
 
 
@@ -119,14 +134,35 @@ class Settler:
         """Put a failed task back or bury it, as the verdict says."""
         values = {name: claimed.values[name] for name in self.tables.columns}
         values["attempts"] = verdict.attempts
-        if verdict.reason != "snoozed":
+        if verdict.reason not in ("snoozed", "unrun"):
             values["last_error"] = describe(error, ascii_only=not self._speaks_utf8())
-        if verdict.action == "bury":
-            self.connection.execute(self.tables.bury, {**values, "reason": verdict.reason})
-            return
-        values["delay"] = timedelta(seconds=verdict.delay)
-        if not self._has_equal(values):
-            self.connection.execute(self.tables.retry, values)
+        if verdict.action != "bury":
+            self._put_back(values, verdict.delay)
+        elif not self._bury(values, verdict.reason):
+            self._put_back(values, NOT_BURIED_DELAY)
+
+    def _bury(self, values: dict[str, Any], reason: str) -> bool:
+        """Write to the error queue; False if its table refuses the row."""
+        savepoint = self.connection.begin_nested()
+        try:
+            self.connection.execute(self.tables.bury, {**values, "reason": reason})
+        except (DataError, IntegrityError, ProgrammingError) as refused:
+            savepoint.rollback()
+            self.events.emit(
+                "bury.failed",
+                f"{self.tables.dead.name} refuses task {values['task_id']}: {refused.orig}; "
+                f"it stays in {self.tables.task.name}",
+                level=logging.CRITICAL,
+                task_id=values["task_id"],
+            )
+            return False
+        savepoint.commit()
+        return True
+
+    def _put_back(self, values: dict[str, Any], delay: float) -> None:
+        row = {**values, "delay": timedelta(seconds=delay)}
+        if not self._has_equal(row):
+            self.connection.execute(self.tables.retry, row)
 
     def _has_equal(self, values: Mapping[str, Any]) -> bool:
         """Say whether a coalesced task may vanish, because an equal one runs soon anyway."""
@@ -141,10 +177,13 @@ class Settler:
     def settle_apart(self, lost: TransactionLost) -> None:
         """Count an attempt whose own transaction was lost, in the transaction open here."""
         claimed, error = lost.claimed, lost.error or TaskFailed(ENDED)
-        found = self.reclaim(claimed.task_id)
-        if not found and not self._must_come_back(lost):
+        if lost.unrun:
+            if not self._is_there(claimed):
+                self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
             return
-        self.fail(found[0] if found else claimed, error)
+        found = self.reclaim(claimed.task_id)
+        if found or self._must_come_back(lost):
+            self.fail(found[0] if found else claimed, error)
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:
         """Count a failed attempt of a task that this transaction has claimed."""
@@ -158,10 +197,11 @@ class Settler:
         Otherwise somebody else holds it, and counts for himself; or the handler ended the
         transaction with a COMMIT of its own and returned, and then the task is done.
         """
-        if not lost.ended or lost.error is None:
-            return False
-        key = {"task_id": lost.claimed.task_id}
-        return not self.connection.execute(self.tables.exists, key).scalar()
+        return lost.ended and lost.error is not None and not self._is_there(lost.claimed)
+
+    def _is_there(self, claimed: Claimed) -> bool:
+        key = {"task_id": claimed.task_id}
+        return bool(self.connection.execute(self.tables.exists, key).scalar())
 
     def tell(
         self, claimed: Claimed, verdict: Verdict, error: BaseException | None, seconds: float

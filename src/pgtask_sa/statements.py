@@ -14,13 +14,16 @@ from sqlalchemy import (
     CTE,
     BigInteger,
     ColumnElement,
+    DateTime,
     Double,
+    Enum,
     Insert,
     Integer,
     Interval,
     Select,
     Table,
     Text,
+    and_,
     any_,
     bindparam,
     case,
@@ -30,6 +33,7 @@ from sqlalchemy import (
     extract,
     func,
     literal,
+    literal_column,
     null,
     or_,
     select,
@@ -44,6 +48,8 @@ from sqlalchemy.ext.compiler import compiles
 from pgtask_sa.mapping import LOCK_CLASS
 
 Now = ColumnElement[Any]
+LONG_AGO = literal_column("'-infinity'", DateTime(timezone=True))  # why: see claim.py
+NEVER = literal_column("'infinity'", DateTime(timezone=True))  # as some plan a task by hand
 
 
 class Reinsert(PgInsert):
@@ -55,7 +61,11 @@ class Reinsert(PgInsert):
 @compiles(Reinsert)
 def _compile_reinsert(element: Reinsert, compiler: Any, **kw: Any) -> str:
     text = compiler.visit_insert(element, **kw)
-    return re.sub(r"(INSERT INTO .+? \([^()]*\))", r"\1 OVERRIDING SYSTEM VALUE", text, count=1)
+    return _COLUMN_LIST.sub(r"\g<0> OVERRIDING SYSTEM VALUE", text, count=1)
+
+
+# Quoted names may hold anything, also parentheses.
+_COLUMN_LIST = re.compile(r'INSERT INTO (?:"[^"]*"|[^"(])+\((?:"[^"]*"|[^")])*\)')
 
 
 def _server_now() -> Now:
@@ -63,15 +73,16 @@ def _server_now() -> Now:
 
 
 def stored_columns(table: Table) -> list[str]:
-    """Name the columns that a row is made of, without those that the server computes."""
-    return [c.name for c in table.columns if c.computed is None]
+    """Name the columns that a claim returned and a put-back writes; see `claim.claim_columns`."""
+    fresh = ("run_at", "ticket")
+    return [c.name for c in table.columns if c.computed is None and c.name not in fresh]
 
 
-def _bound(table: Table, name: str) -> ColumnElement[Any]:
+def _bound(table: Table, name: str, target: Any = None) -> ColumnElement[Any]:
     """Bind a column's value as the claim returned it: type and params came as exact text."""
     of_column = table.c[name].type
     if name in ("task_type", "params"):
-        return cast(bindparam(name, type_=claimed_type(table, name)), of_column)
+        return cast(bindparam(name, type_=claimed_type(table, name)), target or of_column)
     return bindparam(name, type_=of_column)
 
 
@@ -97,8 +108,13 @@ def retry(table: Table, unique: Sequence[str] | None = None, now: Now | None = N
 
     Where the table has a unique constraint an equal task may have been enqueued meanwhile. Then
     the two become one, which keeps the higher count.
+
+    Args:
+        table: the task table.
+        unique: columns of its unique constraint or index; see `mapping.unique_columns`.
+        now: an expression in place of the server's clock.
     """
-    names = [name for name in stored_columns(table) if name != "run_at"]
+    names = stored_columns(table)
     run_at = (_server_now() if now is None else now) + bindparam("delay", type_=Interval)
     statement = Reinsert(table).from_select(
         [*names, "run_at"],
@@ -109,12 +125,21 @@ def retry(table: Table, unique: Sequence[str] | None = None, now: Now | None = N
         return statement
     new = statement.excluded
     return statement.on_conflict_do_update(
-        index_elements=list(unique),
+        **_conflict_target(table, unique),
         set_={
             "attempts": func.greatest(table.c.attempts, new.attempts),
             "last_error": new.last_error,
         },
     )
+
+
+def _conflict_target(table: Table, unique: Sequence[str]) -> dict[str, Any]:
+    """Name the arbiter of ON CONFLICT: a unique index may be on expressions, and partial."""
+    for index in table.indexes:
+        if index.unique and [c.name for c in index.columns] == list(unique):
+            where = index.dialect_options["postgresql"]["where"]
+            return {"index_elements": list(index.expressions), "index_where": where}
+    return {"index_elements": list(unique)}
 
 
 def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
@@ -136,7 +161,7 @@ def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
 def bury(table: Table, dead: Table) -> Insert:
     """Write a task that gave up to the error queue, with ``:reason``."""
     names = [name for name in stored_columns(dead) if name in table.c]
-    bound: dict[str, Any] = {name: _bound(table, name) for name in names}
+    bound: dict[str, Any] = {name: _bound(table, name, dead.c[name].type) for name in names}
     return pg_insert(dead).values(**bound, reason=bindparam("reason", type_=Text))
 
 
@@ -144,8 +169,15 @@ def requeue(table: Table, dead: Table, where: ColumnElement[bool]) -> Insert:
     """Bring dead tasks back with a fresh budget of attempts; they keep their number."""
     names = [n for n in stored_columns(dead) if n in table.c and n != "attempts"]
     gone = delete(dead).where(where).returning(*[dead.c[n] for n in names]).cte("gone")
-    statement = Reinsert(table).from_select(names, select(*[gone.c[n] for n in names]))
+    values = [_as_kind(table, gone.c[n]) if n == "task_type" else gone.c[n] for n in names]
+    statement = Reinsert(table).from_select(names, select(*values))
     return statement.on_conflict_do_nothing().returning(table.c.task_id)
+
+
+def _as_kind(table: Table, label: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Turn the error queue's task type, text or another enum, into the task table's."""
+    of_column = table.c.task_type.type
+    return cast(cast(label, Text), of_column) if isinstance(of_column, Enum) else label
 
 
 def task_exists(table: Table) -> Select[Any]:
@@ -161,20 +193,23 @@ def _kinds(table: Table) -> Any:
 def peek(table: Table, now: Now | None = None) -> Select[Any]:
     """Ask without a lock whether a task of ``:types`` is ready, and how soon the next falls due.
 
-    Returns one row: ``ready`` (bool) and ``seconds`` (float, or null if nothing is planned).
+    Returns one row: ``ready`` (bool; true also for a task that runs) and ``seconds`` (float, or
+    null if nothing is planned for later). Every probe asks for an order, though any row would do:
+    without it a planner that takes all rows for one type prefers to look through the whole table.
     """
     moment = _server_now() if now is None else now
     kinds, c = _kinds(table), table.c
     mine = select(c.run_at).where(c.task_type == kinds.c.kind).correlate(kinds).limit(1)
-    ready = mine.where(c.run_at.is_(None)).lateral("ready")
-    due = mine.where(c.run_at.is_not(None)).order_by(c.run_at).lateral("due")
-    any_ready = exists(select(1).select_from(kinds.join(ready, true())))
-    kinds_due = select(func.min(due.c.run_at)).select_from(kinds.join(due, true()))
-    next_due = kinds_due.scalar_subquery()
-    return select(
-        or_(any_ready, func.coalesce(next_due <= moment, False)).label("ready"),
-        cast(extract("epoch", next_due - moment), Double).label("seconds"),
+    ready = mine.where(c.run_at.is_(None)).order_by(c.ticket).lateral("ready")
+    due = mine.where(c.run_at.between(LONG_AGO, moment)).order_by(c.run_at).lateral("due")
+    later = mine.where(c.run_at > moment, c.run_at < NEVER).order_by(c.run_at).lateral("later")
+    any_ready, any_due = (
+        exists(select(literal_column("1")).select_from(kinds.join(found, true())))
+        for found in (ready, due)
     )
+    next_due = select(func.min(later.c.run_at)).select_from(kinds.join(later, true()))
+    seconds = extract("epoch", next_due.scalar_subquery() - moment)
+    return select(or_(any_ready, any_due).label("ready"), cast(seconds, Double).label("seconds"))
 
 
 def waiting_kinds(table: Table) -> Select[Any]:
@@ -204,9 +239,12 @@ def _hop(table: Table, name: str, part: ColumnElement[bool]) -> CTE:
 
 def count_waiting(table: Table, most: int) -> Select[Any]:
     """Count the tasks of the type ``:kind``, but not further than ``most``."""
-    of_kind = table.c.task_type == cast(bindparam("kind", type_=Text), table.c.task_type.type)
-    some = select(literal(1)).select_from(table).where(of_kind).limit(most)
-    return select(func.count()).select_from(some.subquery("some"))
+    c = table.c
+    of_kind = c.task_type == cast(bindparam("kind", type_=Text), c.task_type.type)
+    parts = (c.run_at.is_(None), c.run_at.is_not(None))  # there is an index for each half
+    some = [select(c.task_type).where(of_kind, part).limit(most).subquery() for part in parts]
+    both = union_all(*[select(part) for part in some]).limit(most)
+    return select(func.count()).select_from(both.subquery("some"))
 
 
 def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
@@ -245,7 +283,8 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
     c = table.c
     planned = c.run_at > moment
     is_ready = or_(c.run_at.is_(None), c.run_at <= moment)
-    since = func.min(case((is_ready, func.coalesce(c.run_at, c.created_at))))
+    start = func.coalesce(c.run_at, c.created_at)
+    since = func.min(case((and_(is_ready, func.isfinite(start)), start)))
     age = extract("epoch", moment - since)
     return (
         select(
@@ -262,15 +301,20 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
 
 def listing(table: Table, *, task_type: str | None, limit: int) -> Select[Any]:
     """List rows of the task table or of the error queue, oldest number first."""
-    columns = [
-        cast(c, Text).label(c.name) if c.name in ("task_type", "params") else c
-        for c in table.columns
-        if c.name not in ("ticket", "coalesce_key")
-    ]
+    columns = [_listed(c) for c in table.columns if c.name not in ("ticket", "coalesce_key")]
     statement = select(*columns).order_by(table.c.task_id).limit(limit)
     if task_type is not None:
         statement = statement.where(cast(table.c.task_type, Text) == task_type)
     return statement
+
+
+def _listed(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    if column.name in ("task_type", "params"):
+        return cast(column, Text).label(column.name)
+    if isinstance(column.type, DateTime):  # Python has no infinity and no year 10,000
+        bounds = [literal_column(f"'{year}-01-02'", column.type) for year in ("0001", "9999")]
+        return func.greatest(bounds[0], func.least(column, bounds[1])).label(column.name)
+    return column
 
 
 def enum_labels(table: Table) -> Select[Any]:

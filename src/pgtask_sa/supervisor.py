@@ -9,8 +9,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait as wait_for_sentinels
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -55,7 +55,7 @@ class Supervisor:
     def _take_signals(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():
             return {}
-        return {n: signal.signal(n, self._pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+        return {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS}
 
     def _pass_on(self, _number: int, _frame: Any) -> None:
         self.stopping = True
@@ -65,9 +65,11 @@ class Supervisor:
 
     def _start(self) -> None:
         process = self.context.Process(target=_child_main, args=(self.run_child,))
-        process.start()
-        assert process.pid is not None  # noqa: S101 - it was just started
-        self.children[process.pid] = (process, time.monotonic())
+        # A signal in between would miss the child here, and run our own handler over there.
+        with _signals_blocked():
+            process.start()
+            assert process.pid is not None  # noqa: S101 - it was just started
+            self.children[process.pid] = (process, time.monotonic())
 
     def _wait(self) -> None:
         sentinels = [process.sentinel for process, _ in self.children.values()]
@@ -79,6 +81,8 @@ class Supervisor:
 
     def _ended(self, process: BaseProcess, lived: float) -> None:
         code = process.exitcode or 0
+        if self.stopping and code == -signal.SIGTERM:
+            code = 0  # it was told to stop before it had begun
         if self.stopping or (self.drain and code >= 0):
             self.worst = max(self.worst, code if code >= 0 else 128 - code)
             return
@@ -96,10 +100,23 @@ class Supervisor:
             self._start()
 
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _child_main(run: Callable[[], int]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # a terminal sends Ctrl-C to parent and children alike; the parent passes it on, as SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _die_with_parent(os.getppid())
     sys.exit(run())
 

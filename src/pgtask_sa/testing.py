@@ -48,28 +48,24 @@ The fixture ``pgtask_drain`` comes with the installed package; it is `drain`. Wi
 use ``await drain_async(session, tasks)`` and ``await session.run_sync(waiting)``.
 '''
 
-# pytest imports this module in every run, wherever the package is installed: nothing heavy may be
-# imported at the top, and nothing that a user would like to measure or to patch first.
+# pytest imports this module in every run, wherever the package is installed. So nothing heavy is
+# imported at the top, only in the functions.
+# ruff: noqa: PLC0415
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
-from types import SimpleNamespace
-from weakref import WeakSet
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from datetime import datetime
 
-    from sqlalchemy import Connection
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+    from sqlalchemy import ColumnElement
+    from sqlalchemy.ext.asyncio import AsyncSession
     from sqlalchemy.orm import Session, scoped_session
 
-    from pgtask_sa.execution import Execution
-    from pgtask_sa.handlers import Handler, TaskRegistry
-    from pgtask_sa.retry import Verdict
-    from pgtask_sa.settle import Claimed, Settler, Tables
+    from pgtask_sa.guest import Guest
+    from pgtask_sa.handlers import TaskRegistry
 
     AnySession: TypeAlias = Session | scoped_session[Any]
 
@@ -165,7 +161,7 @@ def waiting(session: AnySession, task_class: type[Any] | None = None) -> list[Wa
     from pgtask_sa import statements
     from pgtask_sa.mapping import Task, task_table
 
-    chosen = task_class or getattr(session, "task_class", Task)
+    chosen: Any = task_class or getattr(session, "task_class", Task)
     statement = statements.all_waiting(task_table(chosen))
     session.flush()
     rows = session.execute(statement, bind_arguments={"mapper": chosen}).mappings()
@@ -219,8 +215,15 @@ def drain(
         ...     session.enqueue("SEND_EMAIL_WELCOME", {"usr_id": 1})
         ...     assert [("SEND_EMAIL_WELCOME", {"usr_id": 1}, None)] == drain(session, tasks)
     """
-    makers = (handler_session, None)
-    return _drain(session, _Drain(tasks, limit, due_by, raise_errors, makers))
+    from pgtask_sa.guest import Guest
+
+    session.flush()
+    connection = session.connection(bind_arguments={"mapper": tasks.task_class})
+    try:
+        with Guest(connection, tasks, _moment(due_by), make_session=handler_session) as guest:
+            return _run_all(guest, limit=limit, raise_errors=raise_errors)
+    finally:
+        session.expire_all()  # handlers may have changed what it has loaded
 
 
 async def drain_async(
@@ -262,10 +265,27 @@ async def drain_async(
         ...     await drain_async(session, tasks)
         ...     assert [] == await session.run_sync(waiting)
     """
+    from pgtask_sa.guest import Guest
+
+    await session.flush()
     connection = await session.connection(bind_arguments={"mapper": tasks.task_class})
-    makers = (handler_session, handler_async_session)
-    plan = _Drain(tasks, limit, due_by, raise_errors, makers)
-    return await session.run_sync(_drain, plan, connection)
+
+    def run(sync_session: Session) -> Drained:
+        guest = Guest(
+            sync_session.connection(bind_arguments={"mapper": tasks.task_class}),
+            tasks,
+            _moment(due_by),
+            make_session=handler_session,
+            async_connection=connection,
+            make_async_session=handler_async_session,
+        )
+        try:
+            with guest:
+                return _run_all(guest, limit=limit, raise_errors=raise_errors)
+        finally:
+            _refresh(sync_session)
+
+    return await session.run_sync(run)
 
 
 try:
@@ -283,253 +303,55 @@ else:
 # -- inside ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Drain:
-    """What the caller asked for."""
+def _moment(due_by: DueBy) -> ColumnElement[Any] | None:
+    """Return the moment up to which tasks are due, as SQL; None is the server's clock."""
+    from sqlalchemy import DateTime, literal, literal_column
 
-    tasks: TaskRegistry
-    limit: int | None
-    due_by: DueBy
-    raise_errors: bool
-    makers: tuple[Callable[..., Session] | None, Callable[..., AsyncSession] | None]
+    from pgtask_sa.errors import ConfigurationError
 
-    def moment(self) -> Any:
-        """Return the moment up to which tasks are due, as SQL; None is the server's clock."""
-        from sqlalchemy import DateTime, literal, literal_column
-
-        from pgtask_sa.errors import ConfigurationError
-
-        kind = DateTime(timezone=True)
-        if self.due_by is None:
-            return None
-        if self.due_by == "all":
-            return literal_column("'infinity'::timestamptz", kind)
-        if getattr(self.due_by, "tzinfo", None) is None:
-            problem = f"a timezone-aware datetime or 'all', got {self.due_by!r}"
-            raise ConfigurationError(f"due_by must be {problem}")
-        return literal(self.due_by, kind)
-
-    def must_raise(self, error: BaseException | None) -> bool:
-        """Say whether the error of a handler ends the drain."""
-        from pgtask_sa.retry import Discard, Retry, Snooze
-
-        if error is None or isinstance(error, (Retry, Snooze, Discard)):
-            return False
-        return self.raise_errors or not isinstance(error, Exception)
+    kind = DateTime(timezone=True)
+    if due_by is None:
+        return None
+    if due_by == "all":
+        return literal_column("'infinity'::timestamptz", kind)
+    if getattr(due_by, "tzinfo", None) is None:
+        problem = f"a timezone-aware datetime or 'all', got {due_by!r}"
+        raise ConfigurationError(f"due_by must be {problem}")
+    return literal(due_by, kind)
 
 
-def _drain(
-    session: AnySession, plan: _Drain, async_connection: AsyncConnection | None = None
-) -> Drained:
-    session.flush()
-    connection = session.connection(bind_arguments={"mapper": plan.tasks.task_class})
-    guest = _Guest(connection, async_connection, plan)
-    execution, recorder = _execution(connection, guest)
-    try:
-        _run_all(execution, guest, recorder.ran)
-    finally:
-        execution.ground.close()
-        _see_changes(session, reload=async_connection is not None)
-    return recorder.ran
-
-
-def _run_all(execution: Execution, guest: _Guest, ran: Drained) -> None:
+def _run_all(guest: Guest, *, limit: int | None, raise_errors: bool) -> Drained:
     from pgtask_sa.errors import TaskFailed
 
-    plan = guest.plan
-    while plan.limit is None or len(ran) < plan.limit:
-        before = len(ran)
-        if not execution.sweep():
-            return
-        if len(ran) == before:
-            raise TaskFailed("the transaction was lost while a task ran") from guest.error
-        error = ran[-1].error
-        if error is not None and plan.must_raise(error):
-            raise error
-        if plan.limit is None and len(ran) >= ENDLESS and guest.next():
+    ran = Drained()
+    while limit is None or len(ran) < limit:
+        if limit is None and len(ran) >= ENDLESS and not guest.is_done():
             raise TaskFailed(f"more than {ENDLESS:,} tasks: does a handler enqueue itself?")
+        finished = guest.step()
+        if finished is None:
+            break
+        claimed, error = finished
+        if error is not None and _must_raise(error, raise_errors=raise_errors):
+            raise error
+        ran.append(Ran(claimed.task_type, claimed.params(), error))
+    return ran
 
 
-def _see_changes(session: AnySession, *, reload: bool) -> None:
-    """Let the session see what the handlers wrote to rows that it has loaded."""
+def _must_raise(error: BaseException, *, raise_errors: bool) -> bool:
+    from pgtask_sa.retry import Discard, Retry, Snooze
+
+    if isinstance(error, (Retry, Snooze, Discard)):
+        return False
+    return raise_errors or not isinstance(error, Exception)
+
+
+def _refresh(session: Session) -> None:
+    """Load anew what handlers may have changed: async code cannot do it when it is used."""
     from sqlalchemy.exc import SQLAlchemyError
 
     session.expire_all()
-    if not reload:
-        return
     for instance in session.identity_map.values():
         try:
             session.refresh(instance)
-        except SQLAlchemyError:  # the row is gone, which whoever uses the object will be told
+        except SQLAlchemyError:
             continue
-
-
-def _execution(connection: Connection, guest: _Guest) -> tuple[Execution, _Recorder]:
-    """Set up what the worker would, on a transaction that belongs to somebody else."""
-    from pgtask_sa.events import Events
-    from pgtask_sa.execution import Execution
-
-    stand_in: Any = guest  # for a Claimer
-    execution = Execution(
-        connection,
-        guest,
-        stand_in,
-        guest.plan.tasks.handlers,
-        guest.tables,
-        Events(),
-        begin=connection.begin_nested,
-    )
-    recorder: Any = _Recorder(execution.settler)
-    execution.settler = recorder
-    _remember_errors(connection)
-    _teach_asyncpg(execution)
-    return execution, recorder
-
-
-_WATCHED: WeakSet[Any] = WeakSet()  # engines
-
-
-def _remember_errors(connection: Connection) -> None:
-    """Note database errors on the test's engine, as on the worker's: a handler may swallow one."""
-    from pgtask_sa.ground import watch_errors
-
-    if connection.engine not in _WATCHED:
-        _WATCHED.add(connection.engine)
-        watch_errors(connection.engine)
-
-
-def _teach_asyncpg(execution: Execution) -> None:
-    """Ask the server for the state of the transaction, where the driver does not tell it."""
-    driver: Any = execution.connection.connection.driver_connection
-    if hasattr(driver, "info"):
-        return
-    ground: Any = execution.ground
-    settler: Any = execution.settler.settler  # type: ignore[attr-defined]
-    ground.status = lambda: _asyncpg_status(execution.connection)
-    settler._speaks_utf8 = lambda: True  # noqa: SLF001 - asyncpg knows no other encoding
-
-
-def _asyncpg_status(connection: Connection) -> Any:
-    from psycopg.pq import TransactionStatus
-
-    driver: Any = connection.connection.driver_connection
-    if driver.is_closed():
-        return TransactionStatus.UNKNOWN
-    if not driver.is_in_transaction():
-        return TransactionStatus.IDLE
-    cursor = connection.connection.cursor()
-    try:
-        cursor.execute("select 1")
-    except Exception:  # noqa: BLE001 - the only reason to fail is a transaction that failed before
-        return TransactionStatus.INERROR
-    finally:
-        cursor.close()
-    return TransactionStatus.INTRANS
-
-
-class _Recorder:
-    """Stands before the settler of an `Execution` and notes what it is told."""
-
-    def __init__(self, settler: Settler) -> None:
-        self.settler = settler
-        self.ran = Drained()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.settler, name)
-
-    def tell(
-        self, claimed: Claimed, verdict: Verdict, error: BaseException | None, seconds: float
-    ) -> None:
-        """Note what ran, and pass it on."""
-        self.ran.append(Ran(claimed.task_type, claimed.params(), error))
-        self.settler.tell(claimed, verdict, error, seconds)
-
-
-class _Guest:
-    """What an `Execution` needs to work in a test's transaction.
-
-    It stands in for the worker's Claimer, and takes the tasks in an order that does not change
-    from one test run to the next; and for the Face, with handlers of both kinds.
-    """
-
-    options = SimpleNamespace(batch_size=1)
-
-    def __init__(
-        self, connection: Connection, async_connection: AsyncConnection | None, plan: _Drain
-    ) -> None:
-        from pgtask_sa.settle import Tables
-        from pgtask_sa.statements import next_in_line
-
-        self.connection = connection
-        self.plan = plan
-        self.tables: Tables = Tables(plan.tasks.task_class)
-        self.error: BaseException | None = None
-        self._next_in_line = next_in_line(self.tables.task, plan.moment())
-        self._faces = _faces(connection, async_connection, plan)
-        self._found: tuple[int, Handler] | None = None
-
-    # -- in place of a Claimer
-
-    def next(self) -> list[Any]:
-        """Find the next task, and return the statement that claims it."""
-        handlers = self.plan.tasks.handlers
-        row = self.connection.execute(self._next_in_line, {"types": list(handlers)}).first()
-        if row is None:
-            return []
-        handler = handlers[row.task_type]
-        self._refuse_async(handler)
-        self._found = row.task_id, handler
-        return [self.tables.claim_by_id]
-
-    def parameters(self) -> Mapping[str, Any]:
-        """Return the parameters of that statement."""
-        return {"task_id": self._found and self._found[0]}
-
-    def rank(self, _task_type: str) -> int:
-        """Sort nothing: there is one task at a time."""
-        return 0
-
-    def _refuse_async(self, handler: Handler) -> None:
-        from pgtask_sa.errors import ConfigurationError
-
-        if handler.is_async and True not in self._faces:
-            problem = f"{handler!r} is async: use `await drain_async(..)` with an AsyncSession"
-            raise ConfigurationError(problem)
-
-    # -- in place of a Face
-
-    def open(self) -> tuple[Session, Any]:
-        """Open the session for the handler of the task that was found."""
-        assert self._found is not None  # noqa: S101 - it was just claimed
-        opened: tuple[Session, Any] = self._faces[self._found[1].is_async].open()
-        return opened
-
-    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
-        """Call the handler, and remember its error in case that the transaction goes with it."""
-        self.error = None
-        try:
-            self._faces[handler.is_async].call(handler, arguments, claimed)
-        except BaseException as error:
-            self.error = error
-            raise
-
-
-def _faces(
-    connection: Connection, async_connection: AsyncConnection | None, plan: _Drain
-) -> dict[bool, Any]:
-    """Return the worker's faces, by whether they are for async handlers."""
-    from sqlalchemy.ext.asyncio import async_sessionmaker
-    from sqlalchemy.orm import sessionmaker
-
-    from pgtask_sa.enqueue import TaskSession
-    from pgtask_sa.enqueue_async import AsyncTaskSession
-    from pgtask_sa.lanes import AsyncFace, SyncFace
-
-    options = {"task_class": plan.tasks.task_class}
-    make = plan.makers[0] or sessionmaker(class_=TaskSession, **options)
-    lane: Any = SimpleNamespace(deadline=lambda *_: nullcontext())
-    faces: dict[bool, Any] = {False: SyncFace(connection, make, lane)}
-    if async_connection is not None:
-        make_async = plan.makers[1] or async_sessionmaker(class_=AsyncTaskSession, **options)
-        faces[True] = AsyncFace(async_connection, make_async)
-    return faces

@@ -30,35 +30,50 @@ from sqlalchemy.exc import SQLAlchemyError
 from pgtask_sa import statements
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
+from pgtask_sa.roster import Roster
 
 FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
 RECONNECT = (0.1, 1.0)
+DEAF_AFTER = 4  # failures in a row, about two seconds
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
 
 
 class Health:
-    """Knows whether the database is there, and tells once for each change, whoever noticed."""
+    """Knows whether the database serves the lanes, and tells once for each change.
+
+    Only lanes speak to it: reading, which is all that a listener does, also works where nothing
+    can be claimed, on a standby.
+    """
 
     def __init__(self, events: Events) -> None:
         self.events = events
         self.up = True
+        self._good = 0.0
         self._lock = threading.Lock()
 
-    def failed(self, error: BaseException) -> None:
-        """Note trouble; only the first of a row is told."""
+    def failed(self, error: BaseException, since: float) -> bool:
+        """Note trouble on a connection opened at ``since``; only the first of a row is told.
+
+        A connection that is older than the last success of anybody says nothing: when a server is
+        restarted, each lane finds its old connection dead at some time, long after the others
+        work again. False: try a new connection first.
+        """
         with self._lock:
+            if since <= self._good:
+                return False
             if not self.up:
-                return
+                return True
             self.up = False
-        text = " ".join(str(getattr(error, "orig", None) or error).split())[:300]
         self.events.emit(
-            "database.down", f"the database does not serve: {text}", level=logging.ERROR
+            "database.down", f"the database does not serve: {one_line(error)}", level=logging.ERROR
         )
+        return True
 
     def worked(self) -> None:
         """Note success; told only after trouble."""
+        self._good = time.monotonic()
         if self.up:
             return
         with self._lock:
@@ -74,8 +89,7 @@ class Listener(threading.Thread):
     def __init__(
         self,
         engine: Engine,
-        table: Table,
-        types: list[str],
+        roster: Roster,
         bell: Doorbell,
         health: Health,
         *,
@@ -84,8 +98,8 @@ class Listener(threading.Thread):
     ) -> None:
         super().__init__(name="pgtask-listener", daemon=True)
         self.engine = engine.execution_options(isolation_level="AUTOCOMMIT")
-        self.table = table
-        self.types = types
+        self.roster = roster
+        self.table = roster.table
         self.bell = bell
         self.health = health
         self.idle_interval = idle_interval
@@ -95,7 +109,9 @@ class Listener(threading.Thread):
         self._mouth.setblocking(False)
         self._stopping = False
         self._announced = False
+        self._watching = False
         self._notified = False
+        self._failures = 0
         self._interval = FIRST_POLL
         self._next_poll = 0.0
         self._next_report = 0.0
@@ -105,7 +121,7 @@ class Listener(threading.Thread):
 
     def lane_sleeps(self) -> None:
         """Hear that a lane went to sleep; only the first one after a busy time matters."""
-        if not self._announced:
+        if not self._watching:
             self._poke()
 
     def stop(self) -> None:
@@ -121,20 +137,28 @@ class Listener(threading.Thread):
 
     def run(self) -> None:
         """Serve until stopped; a lost connection is made again, for ever."""
-        pause = RECONNECT[0]
         while not self._stopping:
             try:
                 with self.engine.connect() as connection:
+                    connection.detach()  # its lock and its LISTEN must end with it
                     self._serve(connection)
-                    pause = RECONNECT[0]
             except DATABASE_ERRORS as error:
-                if self._stopping:
-                    return
-                self.health.failed(error)
-                # without us the lanes must poll by themselves
-                self.bell.ring()
-                self._rest(pause * random.uniform(0.5, 1.5))  # noqa: S311
-                pause = min(pause * 2, RECONNECT[1])
+                if not self._stopping:
+                    self._be_deaf(error)
+
+    def _be_deaf(self, error: BaseException) -> None:
+        """Wait before the next try; until then the lanes must look by themselves."""
+        self._failures += 1
+        # They also find out whether it is the whole database; that is theirs to tell.
+        self.bell.ring()
+        pause = min(RECONNECT[0] * 2.0 ** min(self._failures, 10), RECONNECT[1])
+        self._rest(pause * random.uniform(0.5, 1.0))  # noqa: S311
+        if self._failures == DEAF_AFTER and self.health.up and not self._stopping:
+            self.health.events.emit(
+                "listener.down",
+                f"cannot listen for new tasks, looking every second instead: {one_line(error)}",
+                level=logging.WARNING,
+            )
 
     def _rest(self, seconds: float) -> None:
         select.select([self._ear], [], [], seconds)
@@ -148,13 +172,17 @@ class Listener(threading.Thread):
         driver.add_notify_handler(self._on_notify)
         connection.exec_driver_sql(f"LISTEN pgtask_{int(oid)}")
         self._announced, self._notified = False, False
-        self.health.worked()
+        if self._failures >= DEAF_AFTER and self.health.up:
+            self.health.events.emit("listener.up", "listening for new tasks")
+        self._failures = 0
         self.bell.ring()  # whatever was missed while we were away
         while not self._stopping:
             self._turn(connection, driver, int(oid))
 
     def _turn(self, connection: Connection, driver: Any, oid: int) -> None:
-        if self.bell.anyone_asleep() and not self._announced:
+        self._watching = False  # first: a lane that falls asleep from here on pokes us
+        self._watching = self.bell.anyone_asleep()
+        if self._watching and not self._announced:
             self._announce(connection, oid)
         select.select([driver.fileno(), self._ear], [], [], self._patience())
         self._drain_pokes()
@@ -175,7 +203,7 @@ class Listener(threading.Thread):
     def _patience(self) -> float:
         now = time.monotonic()
         wakes = [self._next_report]
-        if self.bell.anyone_asleep():
+        if self._watching:
             wakes.append(self._next_poll)
         return max(0.0, min(wakes) - now)
 
@@ -200,8 +228,7 @@ class Listener(threading.Thread):
 
     def _poll(self, connection: Connection) -> None:
         """Look for work without a lock; ring if there is some, and plan the next look."""
-        row = connection.execute(statements.peek(self.table), {"types": self.types}).one()
-        self.health.worked()
+        row = connection.execute(statements.peek(self.table), {"types": self.roster.all()}).one()
         if row.ready:
             self.bell.ring()
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
@@ -216,24 +243,14 @@ class Listener(threading.Thread):
                 pass
 
     def _report(self, connection: Connection) -> None:
-        """Tell which types wait without a handler, and how many tasks of each."""
         self._next_report = time.monotonic() + self.report_interval
-        kinds = connection.execute(statements.waiting_kinds(self.table)).scalars().all()
-        for kind in set(kinds) - set(self.types):
-            count = connection.execute(
-                statements.count_waiting(self.table, COUNT_LIMIT), {"kind": kind}
-            ).scalar_one()
-            shown = f"{count:,}" if count < COUNT_LIMIT else f"{COUNT_LIMIT:,} or more"
-            self.health.events.emit(
-                "task.unhandled",
-                f"{shown} tasks of type {kind} wait: no handler here knows it",
-                level=logging.WARNING,
-                task_type=kind,
-                count=count,
-            )
+        self.roster.refresh(connection)
+        self.roster.report(connection)
 
 
-COUNT_LIMIT = 100_000
+def one_line(error: BaseException) -> str:
+    """Return the text of a database error as one line that is not too long."""
+    return " ".join(str(getattr(error, "orig", None) or error).split())[:300]
 
 
 def no_table(table: Table) -> OSError:

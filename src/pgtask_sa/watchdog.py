@@ -1,9 +1,10 @@
-"""Deadlines for sync handlers, which nobody can interrupt: their transaction is ended instead.
+"""Deadlines for handlers that nobody can interrupt: their transaction is ended instead.
 
-A thread that loops or sleeps cannot be stopped from outside. But its work can be undone: the
-watchdog terminates the lane's server process from a connection of its own. The row is free, the
-attempt is counted, and the stuck handler finds a dead connection whenever it wakes. If it does not
-wake soon, the lane is written off and another takes its place.
+A coroutine can be cancelled, unless it blocks its loop. A thread that loops or sleeps cannot be
+stopped from outside. But its work can be undone: the watchdog terminates the lane's server process
+from a connection of its own. The row is free, the attempt is counted, and the stuck handler finds a
+dead connection whenever it wakes. If it does not wake soon, the lane is written off and another
+takes its place.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ from typing import Any, Protocol
 
 from sqlalchemy import Engine
 
-from pgtask_sa.errors import TaskFailed
-from pgtask_sa.execution import Execution
+from pgtask_sa.execution import Execution, timed_out
 from pgtask_sa.settle import Claimed, Settler
 
 SECOND_GRACE = 2.0
@@ -34,8 +34,7 @@ class Guarded(Protocol):
 
 
 class _Watch:
-    def __init__(self, seconds: float, lane: Any, claimed: Claimed) -> None:
-        self.seconds = seconds
+    def __init__(self, lane: Guarded, claimed: Claimed) -> None:
         self.lane = lane
         self.claimed = claimed
         self.over = False
@@ -44,7 +43,7 @@ class _Watch:
 
 
 class Watchdog(threading.Thread):
-    """One thread that enforces the deadlines of all sync lanes of a worker."""
+    """One thread that enforces the deadlines of all lanes of a worker."""
 
     def __init__(self, engine: Engine, settle: Callable[..., Settler]) -> None:
         super().__init__(name="pgtask-watchdog", daemon=True)
@@ -58,13 +57,15 @@ class Watchdog(threading.Thread):
         self._stopping = False
 
     @contextmanager
-    def guard(self, seconds: float | None, lane: Guarded, claimed: Claimed) -> Iterator[None]:
+    def guard(
+        self, seconds: float | None, lane: Guarded, claimed: Claimed, *, grace: float = 0.0
+    ) -> Iterator[None]:
         """Enforce a deadline on what runs inside; no deadline costs nothing."""
         if seconds is None:
             yield
             return
-        watch = _Watch(seconds, lane, claimed)
-        self._push(time.monotonic() + seconds, watch)
+        watch = _Watch(lane, claimed)
+        self._push(time.monotonic() + seconds + grace, watch)
         try:
             yield
         finally:
@@ -113,24 +114,31 @@ class Watchdog(threading.Thread):
             if watch.over:
                 return
             watch.fired = True
-            execution = watch.lane.execution
-            execution.expired = watch.claimed
-            try:
-                self._enforce(execution, watch)
-            except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
-                execution.events.emit(
-                    "task.timeout", f"enforcing a deadline failed: {error!r}", level=logging.ERROR
-                )
+            self.expire(watch.lane, watch.claimed)
         self._push(time.monotonic() + SECOND_GRACE, watch)
 
-    def _enforce(self, execution: Execution, watch: _Watch) -> None:
+    def expire(self, lane: Guarded, claimed: Claimed) -> None:
+        """Undo what a lane is doing: end its transaction, count the attempt."""
+        execution = lane.execution
+        assert execution is not None  # noqa: S101 - it is running the task
+        execution.expired = claimed
+        try:
+            self._enforce(execution, claimed)
+        except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
+            execution.events.emit(
+                "task.timeout", f"enforcing a deadline failed: {error!r}", level=logging.ERROR
+            )
+        else:
+            execution.settled = claimed
+
+    def _enforce(self, execution: Execution, claimed: Claimed) -> None:
         driver: Any = execution.connection.connection.driver_connection
-        error = TaskFailed(f"timed out after {watch.seconds:g} s")
+        seconds = execution.handlers[claimed.task_type].timeout or 0.0
         with self.engine.connect() as connection, connection.begin():
             connection.exec_driver_sql(PATIENCE)
             settler = self.settle(connection)
-            for claimed in settler.seize(watch.claimed.task_id, driver.info.backend_pid):
-                settler.fail(claimed, error, watch.seconds)
+            for seized in settler.seize(claimed.task_id, driver.info.backend_pid):
+                settler.fail(seized, timed_out(seconds), seconds)
 
     def _look_again(self, watch: _Watch) -> None:
         if not watch.over:

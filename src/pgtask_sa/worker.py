@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import select
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -113,8 +116,10 @@ class Worker:
             class_=AsyncTaskSession, task_class=tasks.task_class
         )
         self._stopping = threading.Event()
+        self._stop_asked = False
+        self._cut_asked = False
         self._signals = 0
-        self._changed = threading.Event()
+        self._alarm: socket.socket | None = None
 
     # -- public ------------------------------------------------------------------------------
 
@@ -133,11 +138,24 @@ class Worker:
     def stop(self, *, now: bool = False) -> None:
         """Stop claiming and let the running tasks finish; with ``now`` cut them off at once.
 
-        May be called from another thread or from a signal handler.
+        May be called from another thread or from a signal handler, and more than once. It stops
+        the process that it is called in, not the other ones of ``processes``.
         """
-        self._signals += 2 if now else 1
-        self._stopping.set()
-        self._changed.set()
+        self._stop_asked = True
+        self._cut_asked = self._cut_asked or now
+        self._wake()
+
+    def _on_signal(self) -> None:
+        self._signals += 1
+        self._wake()
+
+    def _wake(self) -> None:
+        # Not by a threading.Event: a signal handler runs in the middle of anything, also of a
+        # wait() of this same thread, and would wait for ever for the lock in there.
+        alarm = self._alarm
+        if alarm is not None:
+            with suppress(OSError):
+                alarm.send(b"!")
 
     def count_left(self) -> int:
         """Count the tasks that could be claimed now; reads the whole table."""
@@ -165,14 +183,27 @@ class Worker:
 
     def _run_here(self) -> int:
         crew = Crew(self._plan(), self._stopping, self.stop)
-        with _signals(self.stop):
+        with _signals(self._on_signal):
             self.events.emit("worker.started", "worker started", **self._summary())
             crew.start()
-            while not self._stopping.is_set():
-                self._changed.wait(1.0)  # returns for signals too
+            self._wait()
             code = self._wind_up(crew)
         self.events.emit("worker.stopped", "worker stopped", exit_code=code)
         return code
+
+    def _wait(self) -> None:
+        """Wait until somebody asks to stop."""
+        ear, alarm = socket.socketpair()
+        alarm.setblocking(False)
+        self._alarm = alarm
+        with ear, alarm:
+            while not (self._stop_asked or self._signals):
+                select.select([ear], [], [], 1.0)
+            self._alarm = None
+        self._stopping.set()
+
+    def _must_cut(self) -> bool:
+        return self._cut_asked or self._signals >= 2  # noqa: PLR2004
 
     def _summary(self) -> dict[str, Any]:
         o = self.options
@@ -187,7 +218,7 @@ class Worker:
         """First signal: finish what runs, within the grace. Second signal, or grace over: cut."""
         crew.close()
         deadline = time.monotonic() + self.options.grace
-        while crew.busy() and self._signals < 2 and time.monotonic() < deadline:  # noqa: PLR2004
+        while crew.busy() and not self._must_cut() and time.monotonic() < deadline:
             crew.wait(0.05)
         cut = crew.busy()
         if cut:
@@ -255,7 +286,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--processes", type=int, default=1, help="worker processes (1)")
     add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
     add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
-    add("--priority", nargs="+", default=[], metavar="TYPE=RANK", help="lower ranks go first")
+    add(
+        "--priority",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TYPE=RANK",
+        help="lower ranks go first",
+    )
     add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
     add("--drain", action="store_true", help="stop when nothing is left to claim")
     add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")

@@ -9,8 +9,9 @@ import logging
 import os
 
 from alembic import context
-from signup.models import Base
 from sqlalchemy import NullPool, create_engine
+
+from signup.models import Base
 
 logging.basicConfig(format="%(levelname)s %(message)s")
 logging.getLogger("alembic").setLevel(logging.INFO)

@@ -55,12 +55,6 @@ def upgrade() -> None:
         sa.Column("coalesce_key", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("task_id", name=op.f("task_pkey")),
         info={"pgtask": "task"},
-        postgresql_with={
-            "autovacuum_vacuum_scale_factor": 0.02,
-            "autovacuum_vacuum_threshold": 1000,
-            "autovacuum_analyze_scale_factor": 0.05,
-            "autovacuum_vacuum_cost_delay": 0,
-        },
     )
     op.create_index(
         op.f("task_coalesce_idx"),
@@ -84,6 +78,11 @@ def upgrade() -> None:
         postgresql_where=sa.text("run_at IS NULL"),
     )
     op.execute(
+        "alter table task set ("
+        "autovacuum_vacuum_scale_factor = 0.02, autovacuum_vacuum_threshold = 1000, "
+        "autovacuum_analyze_scale_factor = 0.05, autovacuum_vacuum_cost_delay = 0)"
+    )
+    op.execute(
         "create or replace function task_wakeup() returns trigger language plpgsql as $$\n"
         "begin\n"
         "  if coalesce(current_setting('pgtask.notify', true), '') = 'off' then\n"
@@ -98,7 +97,8 @@ def upgrade() -> None:
         "end $$"
     )
     op.execute(
-        "create trigger task_wakeup after insert on task for each statement execute function task_wakeup()"
+        "create trigger task_wakeup after insert on task "
+        "for each statement execute function task_wakeup()"
     )
     op.create_table(
         "usr",

@@ -1,0 +1,83 @@
+"""Which task types a worker may ask for: those it has handlers for, and the database knows.
+
+A claim casts its list of types to the type of the column. Where that is a native enum, a single
+label that the database lacks would fail every claim. That happens in every rolling deploy in which
+the new code comes before its migration, and ends with the migration.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from sqlalchemy import Connection, Enum, Table
+
+from pgtask_sa import statements
+from pgtask_sa.events import Events
+from pgtask_sa.handlers import Handler
+
+COUNT_LIMIT = 100_000
+
+
+class Roster:
+    """The task types of each kind of lane; the lists change in place, and lanes share them."""
+
+    def __init__(self, table: Table, handlers: Mapping[str, Handler], events: Events) -> None:
+        self.table = table
+        self.handlers = handlers
+        self.events = events
+        self.types: dict[str, list[str]] = {
+            kind: self._of_kind(kind, set(handlers)) for kind in ("sync", "async")
+        }
+        kind = table.c.task_type.type
+        self._is_enum = isinstance(kind, Enum) and kind.native_enum
+        self._missing: set[str] = set()
+        self._lock = threading.Lock()
+
+    def all(self) -> list[str]:
+        """Return the types of all kinds."""
+        return [name for types in self.types.values() for name in types]
+
+    def _of_kind(self, kind: str, known: set[str]) -> list[str]:
+        wanted = kind == "async"
+        return [n for n, h in self.handlers.items() if h.is_async is wanted and n in known]
+
+    def refresh(self, connection: Connection) -> None:
+        """Ask the database for its labels, if it has any; no transaction must be open."""
+        if not self._is_enum:
+            return
+        with connection.begin():
+            found = connection.execute(statements.enum_labels(self.table)).scalars()
+            labels: set[str] = set(found)
+        with self._lock:
+            for kind, types in self.types.items():
+                types[:] = self._of_kind(kind, labels)
+            missing = set(self.handlers) - labels
+            if missing - self._missing:
+                self._tell(sorted(missing))
+            self._missing = missing
+
+    def _tell(self, missing: list[str]) -> None:
+        self.events.emit(
+            "handler.unknown_label",
+            f"the database does not know these task types yet: {', '.join(missing)}",
+            level=logging.WARNING,
+            task_types=missing,
+        )
+
+    def report(self, connection: Connection) -> None:
+        """Tell which types wait without a handler, and how many tasks of each."""
+        kinds = connection.execute(statements.waiting_kinds(self.table)).scalars().all()
+        for kind in sorted(set(kinds) - set(self.handlers)):
+            count = connection.execute(
+                statements.count_waiting(self.table, COUNT_LIMIT), {"kind": kind}
+            ).scalar_one()
+            shown = f"{count:,}" if count < COUNT_LIMIT else f"{COUNT_LIMIT:,} or more"
+            self.events.emit(
+                "task.unhandled",
+                f"{shown} tasks of type {kind} wait: no handler here knows it",
+                level=logging.WARNING,
+                task_type=kind,
+                count=count,
+            )

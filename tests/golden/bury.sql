@@ -1,0 +1,1 @@
+INSERT INTO dead_task (task_id, task_type, params, created_at, attempts, last_error, coalesce_key, reason) VALUES (%(task_id)s::BIGINT, CAST(%(task_type)s::VARCHAR AS TEXT), CAST(%(params)s::VARCHAR AS JSONB), %(created_at)s::TIMESTAMP WITH TIME ZONE, %(attempts)s::INTEGER, %(last_error)s::VARCHAR, %(coalesce_key)s::BIGINT, %(reason)s::VARCHAR)

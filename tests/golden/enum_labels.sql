@@ -1,0 +1,1 @@
+SELECT CAST(unnest(enum_range(CAST(NULL AS jobs.kind))) AS TEXT) AS unnest_1

@@ -1,0 +1,25 @@
+DELETE
+FROM task
+WHERE task.task_id = ANY (array((SELECT picked.task_id
+FROM unnest(CAST(%(types)s::TEXT[] AS TEXT[])) AS kinds(kind) JOIN LATERAL (SELECT anon_1.task_id AS task_id
+FROM (SELECT task.task_id AS task_id
+FROM task
+WHERE task.task_type = kinds.kind AND task.run_at BETWEEN '-infinity' AND statement_timestamp()
+ORDER BY task.run_at
+LIMIT 100 FOR UPDATE SKIP LOCKED) AS anon_1
+UNION ALL
+SELECT anon_2.task_id AS task_id
+FROM (SELECT task.task_id AS task_id
+FROM task
+WHERE task.task_type = kinds.kind AND task.run_at IS NULL AND task.ticket >= CAST(%(pivot)s AS REAL)
+ORDER BY task.ticket
+LIMIT 100 FOR UPDATE SKIP LOCKED) AS anon_2
+UNION ALL
+SELECT anon_3.task_id AS task_id
+FROM (SELECT task.task_id AS task_id
+FROM task
+WHERE task.task_type = kinds.kind AND task.run_at IS NULL AND task.ticket < CAST(%(pivot)s AS REAL)
+ORDER BY task.ticket
+LIMIT 100 FOR UPDATE SKIP LOCKED) AS anon_3) AS picked ON true
+LIMIT 100)))
+RETURNING task.task_id, CAST(task.task_type AS TEXT) AS task_type, CAST(task.params AS TEXT) AS params, greatest('0001-01-02', least(task.created_at, '9999-01-02')) AS created_at, task.attempts, task.last_error, task.coalesce_key

@@ -1,0 +1,2 @@
+INSERT INTO hstore_job (task_id, task_type, created_at, params, attempts, last_error, coalesce_key, run_at) OVERRIDING SYSTEM VALUE
+SELECT %(task_id)s::BIGINT AS task_id, CAST(%(task_type)s::VARCHAR AS TEXT) AS task_type, %(created_at)s::TIMESTAMP WITH TIME ZONE AS created_at, CAST(%(params)s AS HSTORE) AS params, %(attempts)s::INTEGER AS attempts, %(last_error)s::VARCHAR AS last_error, %(coalesce_key)s::BIGINT AS coalesce_key, statement_timestamp() + %(delay)s AS run_at

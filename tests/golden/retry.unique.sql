@@ -1,0 +1,3 @@
+INSERT INTO unique_job (task_id, task_type, params, created_at, attempts, last_error, coalesce_key, run_at) OVERRIDING SYSTEM VALUE
+SELECT %(task_id)s::BIGINT AS task_id, CAST(%(task_type)s::VARCHAR AS TEXT) AS task_type, CAST(%(params)s::VARCHAR AS JSONB) AS params, %(created_at)s::TIMESTAMP WITH TIME ZONE AS created_at, %(attempts)s::INTEGER AS attempts, %(last_error)s::VARCHAR AS last_error, %(coalesce_key)s::BIGINT AS coalesce_key, statement_timestamp() + %(delay)s AS run_at ON CONFLICT (task_type, params) DO UPDATE
+SET attempts = greatest(unique_job.attempts, excluded.attempts), last_error = excluded.last_error

@@ -1,0 +1,121 @@
+"""Every statement has the text that its golden file holds."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from golden import GOLDEN, expected_text, normalised, sql_text
+from own_models import DigestJob, EnumJob, HstoreJob, PlainJob, UniqueJob
+from sqlalchemy import Executable, column, func
+
+from pgtask_sa import DeadTask, Task, claim, statements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from sqlalchemy import Table
+
+TASK: Table = Task.__table__
+DEAD: Table = DeadTask.__table__
+ENUM: Table = EnumJob.__table__
+UNIQUE: Table = UniqueJob.__table__
+RANKS = {"EMAIL": -1, "REPORT": 5}
+
+# By name: the function's, then what is special about this case.
+CASES: dict[str, Callable[[], Executable]] = {
+    "fair_claim": lambda: claim.fair_claim(TASK, 1, due_first=False),
+    "fair_claim.batch_due_first": lambda: claim.fair_claim(TASK, 100, due_first=True),
+    "fair_claim.enum": lambda: claim.fair_claim(ENUM, 1, due_first=False),
+    "fair_claim.own_columns": lambda: claim.fair_claim(PlainJob.__table__, 1, due_first=False),
+    "random_claim": lambda: claim.random_claim(TASK, 1),
+    "random_claim.ranks": lambda: claim.random_claim(TASK, 10, ranks=RANKS),
+    "random_claim.own_clock": lambda: claim.random_claim(TASK, 1, now=func.my_clock()),
+    "sampled_claim": lambda: claim.sampled_claim(TASK, 1, func.system(1)),
+    "sampled_claim.ranks": lambda: claim.sampled_claim(ENUM, 5, func.system(2.5), ranks=RANKS),
+    "claim_by_id": lambda: claim.claim_by_id(TASK),
+    "claim_by_force": lambda: claim.claim_by_force(TASK),
+    "retry": lambda: statements.retry(TASK),
+    "retry.enum": lambda: statements.retry(ENUM),
+    "retry.hstore": lambda: statements.retry(HstoreJob.__table__),
+    "retry.unique": lambda: statements.retry(UNIQUE, ("task_type", "params")),
+    "retry.unique_digest": lambda: statements.retry(DigestJob.__table__, ("task_type",)),
+    "equal_waiting": lambda: statements.equal_waiting(TASK),
+    "bury": lambda: statements.bury(TASK, DEAD),
+    "bury.enum": lambda: statements.bury(ENUM, DEAD),
+    "requeue": lambda: statements.requeue(TASK, DEAD, DEAD.c.task_id == 7),
+    "requeue.enum": lambda: statements.requeue(ENUM, DEAD, DEAD.c.task_id == 7),
+    "task_exists": lambda: statements.task_exists(TASK),
+    "peek": lambda: statements.peek(TASK),
+    "peek.enum": lambda: statements.peek(ENUM),
+    "waiting_kinds": lambda: statements.waiting_kinds(TASK),
+    "count_waiting": lambda: statements.count_waiting(TASK, 100),
+    "count_claimable": lambda: statements.count_claimable(TASK),
+    "statistics": lambda: statements.statistics(TASK, DEAD),
+    "listing": lambda: statements.listing(TASK, task_type=None, limit=20),
+    "listing.dead": lambda: statements.listing(DEAD, task_type="EMAIL", limit=20),
+    "enum_labels": lambda: statements.enum_labels(ENUM),
+    "table_oid": lambda: statements.table_oid(TASK),
+    "table_oid.schema": lambda: statements.table_oid(ENUM),
+    "announce_sleep": statements.announce_sleep,
+    "withdraw_sleep": statements.withdraw_sleep,
+    "next_in_line": lambda: statements.next_in_line(TASK),
+    "all_waiting": lambda: statements.all_waiting(TASK),
+    "summarize_waiting": lambda: statements.summarize_waiting(TASK, 100),
+    "rows_by_ids": lambda: statements.rows_by_ids(TASK),
+    "hold_dead": lambda: statements.hold_dead(DEAD, task_type="EMAIL", limit=20),
+    "hold_dead_by_ids": lambda: statements.hold_dead_by_ids(DEAD),
+    "clock": statements.clock,
+}
+
+# Public functions of the two modules that return parts of statements, or no SQL.
+PARTS = {"server_now", "claim_columns", "stored_columns", "claimed_type", "is_json", "by_ids"}
+
+
+def functions_of(module: ModuleType) -> set[str]:
+    found = inspect.getmembers(module, inspect.isfunction)
+    return {
+        name
+        for name, function in found
+        if function.__module__ == module.__name__ and not name.startswith("_")
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_text(name: str) -> None:
+    """The statement has the text in its file, whatever the version of SQLAlchemy."""
+    actual = sql_text(CASES[name]())
+    assert normalised(expected_text(name, actual)) == normalised(actual)
+
+
+def test_each_statement_has_a_golden_text() -> None:
+    """A statement that is added must come with a case here; PARTS names the other functions."""
+    covered = {name.partition(".")[0] for name in CASES}
+    assert covered | PARTS == functions_of(claim) | functions_of(statements)
+
+
+def test_each_golden_text_has_a_statement() -> None:
+    """There is no file without a case."""
+    assert set(CASES) == {path.stem for path in GOLDEN.glob("*.sql")}
+
+
+@pytest.mark.parametrize("limit", [None, "all", ""])
+def test_a_limit_is_never_no_limit(limit: Any) -> None:
+    """A claim cannot be built with a limit that is no number."""
+    with pytest.raises((TypeError, ValueError)):
+        claim.fair_claim(TASK, limit, due_first=False)
+
+
+def test_a_limit_is_part_of_the_text() -> None:
+    """The limit is a literal, so that the planner knows how few rows are wanted."""
+    assert "LIMIT 17" in sql_text(claim.random_claim(TASK, 17))
+
+
+def test_returned_columns_are_named() -> None:
+    """A claim names what it returns: a column added later cannot break prepared statements."""
+    returned = sql_text(claim.claim_by_id(TASK)).partition("RETURNING")[2]
+    assert "*" not in returned
+    assert "ticket" not in returned
+    assert column("params").name in returned
