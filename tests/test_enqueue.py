@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faces import FACES, Face, committed
 from own_models import Base, EnumJob, HstoreJob, Kind, PlainJob, Usr, create_all
-from sqlalchemy import Engine, Text, cast, create_engine, event, func, inspect, select, text
+from sqlalchemy import Engine, create_engine, func, inspect, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
@@ -23,7 +23,6 @@ from pgtask_sa import (
     TaskRegistry,
     TaskSession,
 )
-from pgtask_sa.mapping import LOCK_CLASS
 
 
 @pytest.fixture
@@ -164,8 +163,8 @@ def test_own_task_classes(maker: Any, db_url: str, kind: str, case: str) -> None
     assert type(task) is task_class
     assert face.rows(f"task_type::text, {stored}", table) == [
         (label, params),
-        (label, {"a": "late"}),
         (label, params),
+        (label, {"a": "late"}),
     ]
     if columns:
         assert face.rows("tenant", table) == [(7,), (7,), (7,)]
@@ -415,170 +414,3 @@ def test_constraints_of_extra_columns_see_the_rows_they_point_to(maker: Any) -> 
         session.add(usr)
         session.flush()
         assert (task.params, task.tenant_id) == ({"usr_id": usr.usr_id}, None)
-
-
-# -- events (C16) ---------------------------------------------------------------------------------
-
-
-def test_enqueue_in_before_commit(maker: Any, engine: Engine) -> None:
-    """The last moment at which an enqueue is possible."""
-    with maker() as session:
-        event.listen(session, "before_commit", lambda s: s.enqueue("A"), once=True)
-        session.commit()
-
-    assert committed(engine) == [("A", {})]
-
-
-def test_enqueue_in_after_commit_is_a_clear_error(maker: Any, engine: Engine) -> None:
-    """The task would be pending in a session that is about to be closed: lost."""
-    errors = []
-
-    def too_late(session):
-        try:
-            session.enqueue("A")
-        except EnqueueError as error:
-            errors.append(str(error))
-
-    with maker() as session:
-        event.listen(session, "after_commit", too_late)
-        session.add(Usr())
-        session.commit()
-
-    assert "enqueue before commit" in errors[0]
-    assert committed(engine) == []
-
-
-def test_enqueue_in_before_flush_is_written_by_that_flush(maker: Any, engine: Engine) -> None:
-    """An audit listener may enqueue for the rows about to be written."""
-    with maker() as session:
-
-        def listener(session, _context, _objects):
-            if any(isinstance(row, Usr) for row in session.new):
-                session.enqueue("SEEN")
-
-        event.listen(session, "before_flush", listener)
-        session.add(Usr())
-        session.commit()
-        assert session._ledger.tasks == []
-
-    assert committed(engine) == [("SEEN", {})]
-
-
-# -- engines (B16, B17, C17, C18) -----------------------------------------------------------------
-
-
-def test_two_phase_transactions_do_not_notify(engine: Engine, db_url: str) -> None:
-    """PREPARE fails in a transaction that has notified; the trigger is told to be quiet (B16)."""
-    with engine.begin() as connection:
-        if connection.scalar(text("show max_prepared_transactions")) == "0":
-            pytest.skip("the server does not allow prepared transactions")
-    sleeper = engine.connect()  # a worker that sleeps: without care the trigger would notify
-    sleeper.execute(
-        select(func.pg_advisory_lock_shared(LOCK_CLASS, text("'task'::regclass::oid::int")))
-    )
-    try:
-        with TaskSession(engine, twophase=True) as session:
-            session.enqueue("A")
-            session.flush()
-            session.enqueue_many("B", [{}])
-            session.enqueue("C", coalesce=True)
-            session.commit()
-    finally:
-        sleeper.close()
-
-    assert [row[0] for row in committed(engine)] == ["A", "B", "C"]
-
-
-@pytest.fixture
-def other(databases) -> Any:
-    """Another database, with the tables of own_models."""
-    with databases.temporary() as url:
-        engine = create_engine(url)
-        create_all(engine)
-        yield engine
-        engine.dispose()
-
-
-@pytest.mark.parametrize("first", ["task", "row"])
-@pytest.mark.parametrize("how", ["orm", "core"])
-def test_two_engines_in_one_transaction_are_refused(
-    engine: Engine, other: Engine, first: str, how: str
-) -> None:
-    """Two commits could keep the one and lose the other (B17)."""
-    with TaskSession(binds={Task: engine, Usr: other}) as session:
-
-        def write_row():
-            if how == "orm":
-                session.add(Usr(usr_id=1))
-            else:
-                session.execute(Usr.__table__.insert().values(usr_id=1))
-
-        steps = [lambda: session.enqueue("A"), write_row]
-        for step in steps if first == "task" else reversed(steps):
-            step()
-            session.flush()
-        with pytest.raises(ConfigurationError, match="through different engines"):
-            session.commit()
-        session.rollback()
-
-    assert committed(engine) == []
-    assert committed(other, "usr_id as task_id", "usr") == []
-
-
-def test_reading_through_another_engine_is_fine(engine: Engine, other: Engine) -> None:
-    """Read replicas are common, and nothing can be lost by them."""
-    with TaskSession(binds={Task: engine, Usr: other}) as session:
-        session.scalars(select(Usr)).all()
-        session.enqueue("A")
-        session.commit()
-        session.add(Usr(usr_id=1))  # the next transaction has no task
-        session.commit()
-
-    assert committed(engine) == [("A", {})]
-    assert committed(other, "usr_id as task_id", "usr") == [(1,)]
-
-
-def test_a_role_that_may_only_insert_and_see_the_key(engine: Engine, db_url: str) -> None:
-    """A plain enqueue needs INSERT, and SELECT on what it returns (C17)."""
-    role = f"web_{uuid.uuid4().hex[:8]}"
-    returned = "task_id, created_at, attempts, ticket"
-    with engine.begin() as connection:
-        connection.execute(text(f"create role {role}"))
-        connection.execute(text(f"grant insert, select ({returned}) on task to {role}"))
-    with TaskSession(engine) as session:
-        session.execute(text(f"set local role {role}"))
-        session.enqueue("A", lambda: {"a": 1})
-        session.commit()
-    found = committed(engine)
-    with engine.begin() as connection:
-        connection.execute(text(f"drop owned by {role}"))
-        connection.execute(text(f"drop role {role}"))
-
-    assert found == [("A", {"a": 1})]
-
-
-def test_schema_translation_is_followed(engine: Engine) -> None:
-    """With a translate map the task lands in the tenant's table, in every way of writing (C18)."""
-    tenant = engine.execution_options(schema_translate_map={None: "tenant"})
-    with tenant.begin() as connection:
-        connection.execute(text("create schema tenant"))
-        Task.metadata.create_all(connection)
-    with TaskSession(tenant) as session:
-        session.enqueue("A", delay=1)
-        session.enqueue_many("B", [{}])
-        session.enqueue("C", coalesce=True)
-        session.commit()
-
-    assert committed(engine) == []
-    assert [row[0] for row in committed(engine, table="tenant.task")] == ["A", "B", "C"]
-
-
-def test_a_plain_sql_insert_is_a_task(engine: Engine) -> None:
-    """The table is the interface: type and params are enough."""
-    with engine.begin() as connection:
-        connection.execute(text("insert into task (task_type, params) values ('A', '{\"a\": 1}')"))
-
-    with engine.connect() as connection:
-        ticket = connection.scalar(select(cast(Task.ticket, Text)))
-    assert committed(engine) == [("A", {"a": 1})]
-    assert 0 <= float(ticket) < 1

@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from golden import GOLDEN, expected_text, normalised, sql_text
+from golden_sql import GOLDEN, expected_text, normalised, sql_text
 from own_models import DigestJob, EnumJob, HstoreJob, PlainJob, UniqueJob
 from sqlalchemy import Executable, column, func
 

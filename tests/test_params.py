@@ -23,8 +23,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from typing_extensions import TypedDict  # pydantic does not take that of typing before 3.12
 
 from pgtask_sa import ParamsError
+from pgtask_sa.codec import codec_for
 from pgtask_sa.errors import HandlerError
-from pgtask_sa.params import codec_for, hstore_texts, snapshot, snapshot_hstore
+from pgtask_sa.params import hstore_texts, snapshot, snapshot_hstore
 
 
 class Color(enum.Enum):

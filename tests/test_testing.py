@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 
 SOURCE = Path(pgtask_sa.testing.__file__)
 
+# Where the package is only on the path and not installed, no entry point brings the fixture.
+pgtask_drain = pgtask_sa.testing.pgtask_drain
+
 
 class Base(DeclarativeBase):
     pass

@@ -33,6 +33,7 @@ class Story:
         if not self._console.is_terminal:
             self._console.width = 100
         self._start = time.monotonic()
+        self._told: set[str] = set()
         self.tell_done = False
 
     def chapter(self, title: str) -> None:
@@ -48,7 +49,8 @@ class Story:
         name = event.get("event")
         if name == "task.retry":
             self.tell("worker", _retry_line(event), "yellow")
-        elif name in ("task.unhandled", "task.buried"):
+        elif name in ("task.unhandled", "task.buried") and event["message"] not in self._told:
+            self._told.add(event["message"])  # what waits is reported every second
             self.tell("worker", event["message"], "yellow")
         elif name == "task.done" and self.tell_done:
             self.tell("worker", _done_line(event))

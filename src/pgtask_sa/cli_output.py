@@ -53,13 +53,25 @@ def _to_json(value: Any) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """Read stored params; a number that is beyond a float stays text."""
-    return json.loads(text, parse_float=_number)
+    """Read stored params; a number that Python cannot hold stays text.
+
+    Example:
+        >>> from_json('{"n": 1.5, "huge": 1.5e999}')
+        {'n': 1.5, 'huge': '1.5e999'}
+    """
+    return json.loads(text, parse_float=_float, parse_int=_integer)
 
 
-def _number(text: str) -> float | str:
+def _float(text: str) -> float | str:
     value = float(text)
     return value if math.isfinite(value) else text
+
+
+def _integer(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:  # more digits than Python is willing to read
+        return text
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]]) -> None:
@@ -134,7 +146,7 @@ def since(moment: datetime, now: datetime) -> str:
     """Render a moment of the past.
 
     Example:
-        >>> from datetime import timezone
+        >>> from datetime import timedelta, timezone
         >>> now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
         >>> since(now - timedelta(hours=3), now)
         '3 h ago'
@@ -146,7 +158,7 @@ def due(moment: datetime | None, now: datetime) -> str:
     """Render when a task is due.
 
     Example:
-        >>> from datetime import timezone
+        >>> from datetime import timedelta, timezone
         >>> now = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
         >>> due(None, now), due(now - timedelta(hours=1), now), due(now + timedelta(hours=3), now)
         ('now', 'now', 'in 3 h')

@@ -109,7 +109,7 @@ class Crew:
     def start(self) -> None:
         """Start everything; lanes connect by themselves, and wait for a database that is away."""
         if self.plan.options.drain:
-            self.bell.on_quiet = self.stop  # nothing was found by anybody
+            self.bell.on_quiet = self._look_again
         else:
             self.listener.start()
         self.watchdog.start()
@@ -117,6 +117,14 @@ class Crew:
             self._add_lane()
         if self.loop.count:
             self.loop.start()
+
+    def _look_again(self) -> None:
+        """End a drain if a whole round found nothing: a task may bring work for the other kind."""
+        if self.bell.stirred:
+            self.bell.stirred = False
+            self.bell.ring()
+        else:
+            self.stop()
 
     def _add_lane(self) -> None:
         lane = SyncLane(self.shared, self.engine, len(self.lanes) + 1)
@@ -150,6 +158,14 @@ class Crew:
         alive = sum(lane.is_alive() and not lane.abandoned for lane in self.lanes)
         return alive + self.loop.busy()
 
+    def running(self) -> int:
+        """Count the tasks that run."""
+        executions = [lane.execution for lane in self._all_lanes()]
+        return sum(e is not None and e.running is not None for e in executions)
+
+    def _all_lanes(self) -> list[Lane]:
+        return [*(lane for lane in self.lanes if lane.is_alive()), *self.loop.lanes]
+
     def wait(self, seconds: float) -> None:
         """Wait a moment for lanes to end."""
         for lane in self.lanes:
@@ -179,8 +195,7 @@ class Crew:
 
     def _fence(self) -> None:
         """End the server processes of all lanes that still run something."""
-        lanes: list[Lane] = [*self.lanes, *self.loop.lanes]
-        executions = [lane.execution for lane in lanes]
+        executions = [lane.execution for lane in self._all_lanes()]
         try:
             with self.engine.connect() as connection:
                 for execution in executions:

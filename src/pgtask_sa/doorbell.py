@@ -34,6 +34,7 @@ class Doorbell:
         self._missed = dict.fromkeys(lanes, False)
         self._awake = sum(lanes.values())
         self._closed = False
+        self.stirred = False  # set by a lane that found something
         self.on_sleep: Callable[[], None] = _nothing
         self.on_quiet: Callable[[], None] = _nothing
 

@@ -22,6 +22,7 @@ CONNECT_ARGS = {
     "keepalives_count": 4,
     "tcp_user_timeout": 30_000,
     "connect_timeout": 10,
+    "client_encoding": "utf8",  # whatever the database's is; of SQL_ASCII psycopg returns bytes
 }
 
 # A server process does not look at its socket while it runs a query. With this it notices within

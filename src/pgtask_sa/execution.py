@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from pgtask_sa.claim import REPLAN, Claimer
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import comes_from, is_blameless, sqlstate
+from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import Ground
 from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.retry import Policy, Verdict, decide
@@ -95,7 +95,8 @@ class Execution:
         self.settled: Claimed | None = None  # set from outside: and its attempt has been counted
         self.owed: list[TransactionLost] = []  # survives the connection: a lane hands it on
         self.blameless: dict[int, int] = {}  # task_id to count; a worker's lanes share one
-        self._alone = True
+        self._transaction: Any = None
+        self._alone = True  # in its batch
 
     # -- the walk of one claim ---------------------------------------------------------------
 
@@ -111,7 +112,7 @@ class Execution:
         return self._transact(self._claim)
 
     def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
-        transaction = self.begin()
+        transaction = self._transaction = self.begin()
         batch: list[Claimed] = []
         try:
             batch = claim()
@@ -178,8 +179,8 @@ class Execution:
             raise Stopped from error
         if self.expired is claimed:
             raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
-        if status in LOST:
-            raise TransactionLost(claimed, error, ended=status == TransactionStatus.IDLE)
+        if status in LOST or not self._transaction.is_active:
+            raise TransactionLost(claimed, error, ended=status != TransactionStatus.UNKNOWN)
         if not closed or status == TransactionStatus.ACTIVE:
             raise TransactionLost(claimed, error or TaskFailed(IN_USE), dirty=True)
         return error
@@ -190,7 +191,8 @@ class Execution:
         if status == TransactionStatus.INERROR:
             # COMMIT would "succeed" as a silent ROLLBACK, and the task would run for ever
             cause = self.ground.trouble()
-            raise TaskFailed(f"the handler swallowed a database error: {cause!r}") from cause
+            what = headline(cause) if cause else "unknown"
+            raise TaskFailed(f"the handler swallowed a database error: {what}") from cause
         if status in LOST:
             return
         if session.in_transaction():
@@ -260,7 +262,10 @@ class Execution:
 
     def _give_up(self, transaction: Any) -> None:
         """Roll back, by cutting the connection if there is no other way."""
-        if self.ground.status() in (TransactionStatus.IDLE, TransactionStatus.ACTIVE):
+        sound = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
+        if self.connection.closed:
+            return
+        if self.ground.status() not in sound or not transaction.is_active:
             self.connection.invalidate()  # somebody ended the transaction under us, or still works
         self._roll_back(transaction)
 
@@ -339,7 +344,7 @@ class Execution:
                 if error.connection_invalidated or is_blameless(error):
                     raise  # later, then
                 self.events.emit(
-                    "settle.failed", f"{self.owed[0]}: {error.orig!r}", level=logging.CRITICAL
+                    "settle.failed", f"{self.owed[0]}: {headline(error)}", level=logging.CRITICAL
                 )
             self.owed.pop(0)
 

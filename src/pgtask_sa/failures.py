@@ -86,10 +86,21 @@ def describe(error: BaseException, *, ascii_only: bool = False) -> str:
         >>> len(describe(ValueError("x" * 10_000)))
         4000
     """
-    text = f"{type(error).__name__}: {_message(error)}".removesuffix(": ")
     place = _place(error)
-    room = MAX_ERROR - len(place)
-    return _storable(_cut(text, room) + place, ascii_only=ascii_only)[:MAX_ERROR]
+    text = _cut(headline(error), MAX_ERROR - len(place))
+    return _storable(text + place, ascii_only=ascii_only)[:MAX_ERROR]
+
+
+def headline(error: BaseException) -> str:
+    """Render class and message of an error; of a database error only the primary message.
+
+    Its details would tell the values of rows and parameters.
+
+    Example:
+        >>> headline(ValueError("bad")), headline(ValueError())
+        ('ValueError: bad', 'ValueError')
+    """
+    return f"{type(error).__name__}: {_message(error)}".removesuffix(": ")
 
 
 def _message(error: BaseException) -> str:

@@ -152,16 +152,19 @@ class _Faces:
     def call(self, handler: Handler, arguments: tuple[Any, ...], _claimed: Claimed) -> None:
         self.error = None
         try:
-            result = handler.function(*arguments)
-            if handler.is_async:
-                dbapi: Any = self.connection.connection.dbapi_connection
-                dbapi.run_async(lambda _driver: result)
-            elif inspect.isawaitable(result):
-                _close(result)
-                raise TaskFailed("the handler returned something to be awaited")
+            self._call(handler, arguments)
         except BaseException as error:
             self.error = error
             raise
+
+    def _call(self, handler: Handler, arguments: tuple[Any, ...]) -> None:
+        result = handler.function(*arguments)
+        if handler.is_async:
+            dbapi: Any = self.connection.connection.dbapi_connection
+            dbapi.run_async(lambda _driver: result)
+        elif inspect.isawaitable(result):
+            _close(result)
+            raise TaskFailed("the handler returned something to be awaited; make it `async def`")
 
 
 def _close(result: Any) -> None:

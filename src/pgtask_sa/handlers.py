@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from enum import Enum
 
-    from pgtask_sa.params import ParamsCodec
+    from pgtask_sa.codec import ParamsCodec
 
 F = TypeVar("F", bound=AnyFunction)
 

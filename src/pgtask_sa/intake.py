@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Enum as SqlEnum
 
 from pgtask_sa import insert_statements as statements
+from pgtask_sa.codec import PLAIN, ParamsCodec
 from pgtask_sa.errors import ConfigurationError, EnqueueError, ParamsError
 from pgtask_sa.handlers import handler_of
 from pgtask_sa.insert_statements import NewTask
 from pgtask_sa.mapping import TaskMixin, task_label, task_table, unique_columns
-from pgtask_sa.params import MAX_BYTES, PLAIN, ParamsCodec, hstore_texts, snapshot_hstore
+from pgtask_sa.params import MAX_BYTES, hstore_texts, snapshot_hstore
 from pgtask_sa.retry import Seconds, as_seconds
 
 if TYPE_CHECKING:

@@ -250,7 +250,9 @@ class SyncLane(threading.Thread):
         while not self._over():
             claimed = execution.sweep()
             self.trouble.over()
-            if not claimed:
+            if claimed:
+                self.shared.bell.stirred = True
+            else:
                 self._sleep()
         execution.pay()
 
@@ -314,7 +316,9 @@ class AsyncLane:
         while not self._over():
             claimed = await connection.run_sync(lambda _connection: execution.sweep())
             self.trouble.over()
-            if not claimed:
+            if claimed:
+                self.shared.bell.stirred = True
+            else:
                 await self._sleep()
         await connection.run_sync(lambda _connection: execution.pay())
 

@@ -16,7 +16,7 @@ from pgtask_sa import statements
 from pgtask_sa.claim import claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import describe
+from pgtask_sa.failures import describe, headline
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
 from pgtask_sa.mapping import TaskMixin, dead_task_class, task_table, unique_columns
@@ -150,7 +150,7 @@ class Settler:
             savepoint.rollback()
             self.events.emit(
                 "bury.failed",
-                f"{self.tables.dead.name} refuses task {values['task_id']}: {refused.orig}; "
+                f"{self.tables.dead.name} refuses task {values['task_id']}: {headline(refused)}; "
                 f"it stays in {self.tables.task.name}",
                 level=logging.CRITICAL,
                 task_id=values["task_id"],

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
+from pgtask_sa.codec import ParamsCodec, codec_for
 from pgtask_sa.errors import HandlerError
-from pgtask_sa.params import ParamsCodec, codec_for
 
 AnyFunction: TypeAlias = Callable[..., Any]
 Names: TypeAlias = Mapping[str, Any]

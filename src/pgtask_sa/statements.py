@@ -313,7 +313,8 @@ def _listed(column: ColumnElement[Any]) -> ColumnElement[Any]:
         return cast(column, Text).label(column.name)
     if isinstance(column.type, DateTime):  # Python has no infinity and no year 10,000
         bounds = [literal_column(f"'{year}-01-02'", column.type) for year in ("0001", "9999")]
-        return func.greatest(bounds[0], func.least(column, bounds[1])).label(column.name)
+        readable = func.greatest(bounds[0], func.least(column, bounds[1]))
+        return case((column.is_not(None), readable)).label(column.name)
     return column
 
 
@@ -366,7 +367,7 @@ def all_waiting(table: Table) -> Select[Any]:
     """List all tasks with what tests ask about them, in the order of their numbers."""
     c = table.c
     kind = cast(c.task_type, Text).label("task_type")
-    rest = (c.params, c.created_at, c.run_at, c.attempts, c.last_error)
+    rest = (c.params, _listed(c.created_at), _listed(c.run_at), c.attempts, c.last_error)
     return select(c.task_id, kind, *rest).order_by(c.task_id)
 
 
@@ -376,8 +377,12 @@ def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select
     Returns one row: ``count``, ``oldest_at`` and its age ``oldest_seconds`` (null if none waits).
     """
     moment = _server_now() if now is None else now
-    of_kind = table.c.task_type == cast(bindparam("kind", type_=Text), table.c.task_type.type)
-    some = select(table.c.created_at).where(of_kind).limit(most).subquery("some")
+    c = table.c
+    of_kind = c.task_type == cast(bindparam("kind", type_=Text), c.task_type.type)
+    mine = select(_listed(c.created_at)).where(of_kind).limit(most)
+    # each part has its own partial index, and no index serves both
+    parts = [mine.where(part).subquery() for part in (c.run_at.is_(None), c.run_at.is_not(None))]
+    some = union_all(*[select(part.c.created_at) for part in parts]).limit(most).subquery("some")
     oldest = func.min(some.c.created_at)
     age = cast(extract("epoch", moment - oldest), Double)
     return select(

@@ -30,6 +30,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from pgtask_sa import statements
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
+from pgtask_sa.failures import headline
 from pgtask_sa.roster import Roster
 
 FIRST_POLL = 0.02
@@ -140,9 +141,10 @@ class Listener(threading.Thread):
         while not self._stopping:
             try:
                 with self.engine.connect() as connection:
+                    driver = connection.connection.driver_connection
                     connection.detach()  # its lock and its LISTEN must end with it
-                    self._serve(connection)
-            except DATABASE_ERRORS as error:
+                    self._serve(connection, driver)
+            except Exception as error:  # noqa: BLE001 - without this thread nobody would look
                 if not self._stopping:
                     self._be_deaf(error)
 
@@ -164,8 +166,7 @@ class Listener(threading.Thread):
         select.select([self._ear], [], [], seconds)
         self._drain_pokes()
 
-    def _serve(self, connection: Connection) -> None:
-        driver: Any = connection.connection.driver_connection
+    def _serve(self, connection: Connection, driver: Any) -> None:
         oid = connection.execute(statements.table_oid(self.table)).scalar()
         if oid is None:
             raise no_table(self.table)
@@ -250,7 +251,7 @@ class Listener(threading.Thread):
 
 def one_line(error: BaseException) -> str:
     """Return the text of a database error as one line that is not too long."""
-    return " ".join(str(getattr(error, "orig", None) or error).split())[:300]
+    return " ".join(headline(getattr(error, "orig", None) or error).split())[:300]
 
 
 def no_table(table: Table) -> OSError:

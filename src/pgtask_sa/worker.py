@@ -220,11 +220,12 @@ class Worker:
         deadline = time.monotonic() + self.options.grace
         while crew.busy() and not self._must_cut() and time.monotonic() < deadline:
             crew.wait(0.05)
-        cut = crew.busy()
+        cut = crew.running()
         if cut:
             self.events.emit(
                 "worker.cut", f"cutting off {cut} running tasks", level=logging.WARNING
             )
+        if crew.busy():
             crew.cut()
         crew.end()
         return EXIT_CUT if cut else EXIT_OK

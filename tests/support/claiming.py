@@ -36,8 +36,8 @@ def fill(
 ) -> None:
     """Add waiting tasks; ``run_at`` is an SQL expression."""
     statement = text(
-        f"insert into {table} (task_type, params, run_at)"
-        f" select '{task_type}', '{{}}', {run_at} from generate_series(1, {count}) as g"
+        f"insert into {table} (task_type, run_at)"
+        f" select '{task_type}', {run_at} from generate_series(1, {count}) as g"
     )
     if hasattr(database, "begin") and hasattr(database, "connect"):
         with database.begin() as connection:

@@ -1,6 +1,6 @@
 """Expected texts of SQL statements, kept in files that a person can read and compare.
 
-``PGTASK_WRITE_GOLDEN=1 pytest tests/test_statements.py`` writes them anew; read the diff then.
+``PGTASK_WRITE_GOLDEN=1 pytest tests/test_golden.py`` writes them anew; read the diff then.
 """
 
 from __future__ import annotations

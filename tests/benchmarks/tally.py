@@ -1,0 +1,48 @@
+"""What the handlers of a benchmark count, in memory that parent and worker share."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+import time
+from typing import Any
+
+SPAWN = multiprocessing.get_context("spawn")
+STAMPS = 1000
+
+
+class Tally:
+    """Number of executions, moments of the first and the last, and a moment for each number."""
+
+    def __init__(self) -> None:
+        self._cells: Any = SPAWN.Array("q", 3 + STAMPS, lock=False)
+        self._lock: Any = None  # of the process that counts; its handlers may be threads
+
+    def hit(self, number: int | None = None) -> None:
+        """Count an execution; with a number, note when that one started."""
+        now = time.monotonic_ns()
+        if self._lock is None:
+            self._lock = threading.Lock()
+        with self._lock:
+            self._cells[0] += 1
+            self._cells[1] = self._cells[1] or now
+            self._cells[2] = now
+            if number is not None:
+                self._cells[3 + number] = now
+
+    @property
+    def count(self) -> int:
+        """The number of executions."""
+        return int(self._cells[0])
+
+    @property
+    def seconds(self) -> float:
+        """The time from the first execution to the last."""
+        return (self._cells[2] - self._cells[1]) / 1e9
+
+    def started(self, number: int) -> int:
+        """When the execution of that number started, in ns of the monotonic clock."""
+        return int(self._cells[3 + number])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_cells": self._cells, "_lock": None}
