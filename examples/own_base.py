@@ -40,14 +40,14 @@ job_type = Enum(JobType, name="job_type", schema=SCHEMA, metadata=Base.metadata)
 class Job(TaskMixin, Base):
     __tablename__ = "job"
 
-    task_type: Mapped[JobType] = mapped_column(job_type, sort_order=-9)  # type: ignore[assignment]
+    task_type: Mapped[JobType] = mapped_column(job_type, sort_order=-9)
     tenant_id: Mapped[int] = mapped_column(BigInteger)
 
 
 class FailedJob(DeadTaskMixin, Base):
     __tablename__ = "failed_job"
 
-    task_type: Mapped[JobType] = mapped_column(job_type, sort_order=-9)  # type: ignore[assignment]
+    task_type: Mapped[JobType] = mapped_column(job_type, sort_order=-9)
     tenant_id: Mapped[int] = mapped_column(BigInteger)
 
 

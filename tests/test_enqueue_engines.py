@@ -59,14 +59,17 @@ def test_enqueue_in_before_flush_is_written_by_that_flush(maker: Any, engine: En
 
         def listener(session, _context, _objects):
             if any(isinstance(row, Usr) for row in session.new):
+                usr = next(row for row in session.new if isinstance(row, Usr))
                 session.enqueue("SEEN")
+                session.enqueue("SEEN", lambda: {"usr_id": usr.usr_id})
 
         event.listen(session, "before_flush", listener)
         session.add(Usr())
+        session.flush()
+        assert (list(session.new), session._ledger.tasks) == ([], [])
         session.commit()
-        assert session._ledger.tasks == []
 
-    assert committed(engine) == [("SEEN", {})]
+    assert committed(engine) == [("SEEN", {}), ("SEEN", {"usr_id": 1})]
 
 
 # -- engines (B16, B17, C17, C18) -----------------------------------------------------------------

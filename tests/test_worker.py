@@ -232,17 +232,17 @@ def test_custom_sessionmakers(db_url):
 
     @running.tasks.handler("SYNC")
     def sync(session, params):
-        seen.append(type(session))
+        seen.append(isinstance(session, MySession))
         with session.begin():
             session.execute(text("insert into mark values (1)"))
 
     @running.tasks.handler("IDLE")
     def idle(session, params):
-        seen.append(type(session))
+        seen.append(isinstance(session, MySession))
 
     @running.tasks.handler("ASYNC")
     async def awaited(session, params):
-        seen.append(type(session))
+        seen.append(isinstance(session, MyAsyncSession))
         await session.execute(text("insert into mark values (2)"))
 
     for name in running.tasks:
@@ -250,7 +250,7 @@ def test_custom_sessionmakers(db_url):
     with running:
         running.wait()
     assert ([1, 2], 0) == (running.marks(), running.count())
-    assert Counter([MySession, MySession, MyAsyncSession]) == Counter(seen)
+    assert [True] * 3 == seen
 
 
 def test_a_listener_that_raises(db_url):

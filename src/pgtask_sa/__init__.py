@@ -6,27 +6,50 @@ and the task is gone exactly when that transaction commits.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pgtask_sa.enqueue import EnqueueMixin, TaskSession
-from pgtask_sa.enqueue_async import AsyncEnqueueMixin, AsyncTaskSession
-from pgtask_sa.errors import (
-    ConfigurationError,
-    DuplicateTask,
-    EnqueueBlocked,
-    EnqueueError,
-    HandlerError,
-    ParamsError,
-    TaskError,
-    TaskFailed,
-)
-from pgtask_sa.handlers import TaskRegistry, TaskView
-from pgtask_sa.inserts import insert_task
-from pgtask_sa.mapping import DeadTask, DeadTaskMixin, Task, TaskMixin
-from pgtask_sa.retry import Backoff, Discard, Retry, Snooze
-
 if TYPE_CHECKING:
+    from pgtask_sa.enqueue import EnqueueMixin, TaskSession
+    from pgtask_sa.enqueue_async import AsyncEnqueueMixin, AsyncTaskSession
+    from pgtask_sa.errors import (
+        ConfigurationError,
+        DuplicateTask,
+        EnqueueBlocked,
+        EnqueueError,
+        HandlerError,
+        ParamsError,
+        TaskError,
+        TaskFailed,
+    )
+    from pgtask_sa.handlers import TaskRegistry, TaskView
+    from pgtask_sa.inserts import insert_task
+    from pgtask_sa.mapping import DeadTask, DeadTaskMixin, Task, TaskMixin
+    from pgtask_sa.retry import Backoff, Discard, Retry, Snooze
     from pgtask_sa.worker import Worker
+
+# Where each public name lives. Modules are loaded when a name is asked for: pytest loads our plugin
+# in every run, and a web process never needs the worker.
+_HOMES = {
+    "enqueue": ("EnqueueMixin", "TaskSession"),
+    "enqueue_async": ("AsyncEnqueueMixin", "AsyncTaskSession"),
+    "errors": (
+        "ConfigurationError",
+        "DuplicateTask",
+        "EnqueueBlocked",
+        "EnqueueError",
+        "HandlerError",
+        "ParamsError",
+        "TaskError",
+        "TaskFailed",
+    ),
+    "handlers": ("TaskRegistry", "TaskView"),
+    "inserts": ("insert_task",),
+    "mapping": ("DeadTask", "DeadTaskMixin", "Task", "TaskMixin"),
+    "retry": ("Backoff", "Discard", "Retry", "Snooze"),
+    "worker": ("Worker",),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AsyncEnqueueMixin",
@@ -57,9 +80,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the worker when it is asked for: a web process never needs it."""
-    if name == "Worker":
-        from pgtask_sa.worker import Worker  # noqa: PLC0415
+    """Load the module of a public name, once."""
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"pgtask_sa.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
-        return Worker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

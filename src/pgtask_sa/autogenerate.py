@@ -206,8 +206,8 @@ def _mapped_storage(table: Table) -> Mapping[str, Any]:
 
 
 def _set(table: Table, storage: Mapping[str, Any]) -> str:
-    assignments = ", ".join(f"{key} = {value}" for key, value in storage.items())
-    return f"alter table {_DIALECT.identifier_preparer.format_table(table)} set ({assignments})"
+    assignments = ",\n".join(f"    {key} = {value}" for key, value in storage.items())
+    return f"alter table {_DIALECT.identifier_preparer.format_table(table)} set (\n{assignments}\n)"
 
 
 def _reset(table: Table, storage: Mapping[str, Any]) -> str:

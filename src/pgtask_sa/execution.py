@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from pgtask_sa.claim import REPLAN, Claimer
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
+from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import Ground
 from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.retry import Policy, Verdict, decide
@@ -314,7 +314,9 @@ class Execution:
         """Note that a lost transaction is the task's fault, unless it is not."""
         if lost.claimed is self.settled:
             return  # whoever enforced the deadline has counted the attempt
-        innocent = not lost.ended and (lost.error is None or is_blameless(lost.error))
+        innocent = not lost.ended and (
+            lost.error is None or any(is_blameless(link) for link in chain(lost.error))
+        )
         if innocent and self._bear(lost.claimed):
             self.events.emit(
                 "transaction.lost",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 
+import psycopg
 from sqlalchemy.exc import DBAPIError, StatementError
 
 MAX_ERROR = 4000
@@ -49,9 +50,11 @@ def is_blameless(error: BaseException | None) -> bool:
         False
     """
     code = sqlstate(error)
-    if code is None:
-        return isinstance(error, DBAPIError) and error.connection_invalidated
-    return code.startswith(BLAMELESS)
+    if code is not None:
+        return code.startswith(BLAMELESS)
+    # no code: the driver itself found the connection dead, or could not make one
+    lost = isinstance(error, DBAPIError) and error.connection_invalidated
+    return lost or isinstance(getattr(error, "orig", error), psycopg.OperationalError)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

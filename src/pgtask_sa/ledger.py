@@ -99,17 +99,19 @@ class Ledger:
         self._flushing = True
         try:
             flush()
-            _fill(session, {task: self.deferred[task] for task in waiting})
+            if waiting:
+                _fill(session, {task: self.deferred[task] for task in waiting})
             for task in waiting:
                 del self.deferred[task]
         finally:
             self._flushing = False
-            late, self._late = self._late, []
+            again = [*waiting, *self._late]
+            self._late.clear()
             # Also after an error, or commit() would write the rest and never know of these. A
             # flush that failed in the database has rolled back already; then they are forgotten.
-            if session.is_active:
-                session.add_all([*waiting, *late])
-        return bool(waiting or late)
+            if again and session.is_active:
+                session.add_all(again)
+        return bool(again)
 
     def _release(self, session: Session) -> None:
         """Let go of the tasks that have been written, and of those that were rolled back."""

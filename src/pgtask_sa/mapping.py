@@ -78,8 +78,9 @@ class TaskMixin:
     task_id: Mapped[int] = mapped_column(
         BigInteger, Identity(always=True), primary_key=True, sort_order=-10
     )
-    task_type: Mapped[str] = mapped_column(Text, nullable=False, sort_order=-9)
-    params: Mapped[dict[str, Any]] = mapped_column(
+    # Any: on your own class they may be an enum, and a dict of another kind
+    task_type: Mapped[Any] = mapped_column(Text, nullable=False, sort_order=-9)
+    params: Mapped[Any] = mapped_column(
         JSONB, nullable=False, server_default=text("'{}'"), sort_order=-8
     )
     created_at: Mapped[datetime] = mapped_column(
@@ -116,8 +117,8 @@ class DeadTaskMixin:
     task_id: Mapped[int] = mapped_column(
         BigInteger, primary_key=True, autoincrement=False, sort_order=-10
     )
-    task_type: Mapped[str] = mapped_column(Text, nullable=False, sort_order=-9)
-    params: Mapped[dict[str, Any]] = mapped_column(JSONB, nullable=False, sort_order=-8)
+    task_type: Mapped[Any] = mapped_column(Text, nullable=False, sort_order=-9)
+    params: Mapped[Any] = mapped_column(JSONB, nullable=False, sort_order=-8)
     created_at: Mapped[datetime] = mapped_column(
         DateTime(timezone=True), nullable=False, sort_order=-7
     )
@@ -205,7 +206,7 @@ def create_wakeup_sql(dialect: Any, name: str, schema: str | None = None) -> lis
         "end $$"
     )
     trigger = (
-        f"create trigger {q.trigger} after insert on {q.table} "
+        f"create trigger {q.trigger} after insert on {q.table}\n"
         f"for each statement execute function {q.function}()"
     )
     return [function, trigger]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 from sqlalchemy import Connection, Enum, Table
 
@@ -44,10 +45,10 @@ class Roster:
         return [n for n, h in self.handlers.items() if h.is_async is wanted and n in known]
 
     def refresh(self, connection: Connection) -> None:
-        """Ask the database for its labels, if it has any; no transaction must be open."""
+        """Ask the database for its labels, if it has any; leaves no transaction behind."""
         if not self._is_enum:
             return
-        with connection.begin():
+        with nullcontext() if connection.in_transaction() else connection.begin():
             found = connection.execute(statements.enum_labels(self.table)).scalars()
             labels: set[str] = set(found)
         with self._lock:

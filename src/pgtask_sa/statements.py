@@ -55,7 +55,7 @@ NEVER = literal_column("'infinity'", DateTime(timezone=True))  # as some plan a 
 class Reinsert(PgInsert):
     """An insert that brings its own identity value: a task keeps its number when it comes back."""
 
-    inherit_cache = True
+    inherit_cache = PgInsert.inherit_cache  # False in SQLAlchemy 2.0
 
 
 @compiles(Reinsert)

@@ -173,12 +173,12 @@ class Listener(threading.Thread):
         driver.add_notify_handler(self._on_notify)
         connection.exec_driver_sql(f"LISTEN pgtask_{int(oid)}")
         self._announced, self._notified = False, False
-        if self._failures >= DEAF_AFTER and self.health.up:
-            self.health.events.emit("listener.up", "listening for new tasks")
-        self._failures = 0
         self.bell.ring()  # whatever was missed while we were away
         while not self._stopping:
             self._turn(connection, driver, int(oid))
+            if self._failures >= DEAF_AFTER and self.health.up:
+                self.health.events.emit("listener.up", "listening for new tasks")
+            self._failures = 0
 
     def _turn(self, connection: Connection, driver: Any, oid: int) -> None:
         self._watching = False  # first: a lane that falls asleep from here on pokes us

@@ -58,10 +58,10 @@ def sender(url: str) -> Iterator[Callable[[str, int], None]]:
 
 def bulk(url: str, count: int) -> None:
     """Enqueue many tasks, by COPY."""
-    with psycopg.connect(url) as connection, connection.cursor() as cursor:
-        with cursor.copy("copy task (task_type, params) from stdin") as copy:
-            for number in range(count):
-                copy.write_row(("noop", json.dumps({"i": number})))
+    into = "copy task (task_type, params) from stdin"
+    with psycopg.connect(url) as connection, connection.cursor().copy(into) as copy:
+        for number in range(count):
+            copy.write_row(("noop", json.dumps({"i": number})))
 
 
 def worker(url: str, tally: Tally, *, batch: int, drain: bool, **_: Any) -> None:

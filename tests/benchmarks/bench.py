@@ -139,14 +139,14 @@ class Bench:
         self.fresh(side)
         returned: list[int] = []
         count = self.sizes["pickups"]
-        with self.process(side, concurrency=4, batch=1, drain=False) as (_, tally):
-            with side.sender(self.url) as send:
-                self.warm_up(send, tally)
-                for number in range(count):
-                    time.sleep(0.05)
-                    send(kind, number)
-                    returned.append(time.monotonic_ns())
-                wait_for(lambda: tally.count > count)
+        running = self.process(side, concurrency=4, batch=1, drain=False)
+        with running as (_, tally), side.sender(self.url) as send:
+            self.warm_up(send, tally)
+            for number in range(count):
+                time.sleep(0.05)
+                send(kind, number)
+                returned.append(time.monotonic_ns())
+            wait_for(lambda: tally.count > count)
         return [max(0, tally.started(n) - at) / 1e6 for n, at in enumerate(returned)]
 
     def warm_up(self, send: Any, tally: Tally) -> None:
@@ -159,9 +159,9 @@ class Bench:
         """Count the statements per second of a worker that has nothing to do."""
         self.fresh(side)
         counted = "select coalesce(sum(calls), 0) from pg_stat_statements"
-        with self.process(side, concurrency=4, batch=1, drain=False) as (_, tally):
-            with side.sender(self.url) as send:
-                self.warm_up(send, tally)
+        running = self.process(side, concurrency=4, batch=1, drain=False)
+        with running as (_, tally), side.sender(self.url) as send:
+            self.warm_up(send, tally)
             time.sleep(2)
             self.execute("select pg_stat_statements_reset()")
             time.sleep(self.sizes["idle"])

@@ -56,6 +56,9 @@ class Running:
         assert not self._thread.is_alive(), "the worker did not end"
         return self.code
 
+    def listener_alive(self) -> bool:
+        return any(t.name == "pgtask-listener" for t in threading.enumerate())
+
     # -- the database ------------------------------------------------------------------------
 
     def enqueue(self, task_type: str, *params: dict[str, Any], **options: Any) -> None:
@@ -83,8 +86,11 @@ class Running:
 
     # -- waiting -----------------------------------------------------------------------------
 
-    def until(self, condition: Callable[[], Any], timeout: float = 15) -> Any:
-        return wait_until(condition, timeout, message=lambda: f"told: {self.told()[-20:]}")
+    def until(
+        self, condition: Callable[[], Any], timeout: float = 15, interval: float = 0.01
+    ) -> Any:
+        told = lambda: f"told: {self.told()[-20:]}"  # noqa: E731
+        return wait_until(condition, timeout, interval, message=told)
 
     def until_empty(self, timeout: float = 20) -> None:
         """Wait until no task is left, waiting or running."""

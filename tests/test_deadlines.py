@@ -1,0 +1,214 @@
+"""Deadlines: for handlers of every kind, stuck in every way, and those of the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+from running import Running
+from sqlalchemy import text
+
+TIMEOUT = 0.2
+RELEASE = threading.Event()
+
+
+@pytest.fixture(autouse=True)
+def _release(monkeypatch):
+    for module in ("watchdog", "lanes"):
+        monkeypatch.setattr(f"pgtask_sa.{module}.SECOND_GRACE", 0.5)
+    RELEASE.clear()
+    yield
+    RELEASE.set()
+
+
+def _sleep() -> None:
+    RELEASE.wait(30)
+
+
+def _loop() -> None:
+    while not RELEASE.is_set():
+        pass
+
+
+def _swallow() -> None:
+    while not RELEASE.is_set():
+        try:
+            time.sleep(0.01)
+        except Exception:
+            continue
+
+
+def _socket() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(30)
+        threading.Thread(target=lambda: RELEASE.wait(30) and theirs.send(b"!"), daemon=True).start()
+        ours.recv(1)
+
+
+@pytest.mark.parametrize("stuck", [_sleep, _loop, _swallow, _socket])
+def test_a_sync_handler_that_does_not_come_back(db_url, stuck):
+    """E10: undone, counted exactly, the row free, the others served, the lane replaced."""
+    running = Running(db_url, concurrency=1)
+    starts: list[int] = []
+
+    @running.tasks.handler("STUCK", max_attempts=2, backoff=0, timeout=TIMEOUT)
+    def body(session, params, task):
+        starts.append(task.attempt)
+        session.execute(text("insert into mark values (1)"))
+        stuck()
+        with contextlib.suppress(Exception):
+            session.execute(text("insert into mark values (2)"))
+            session.commit()
+
+    @running.tasks.handler("GOOD")
+    def good(session, params):
+        session.execute(text("insert into mark values (7)"))
+
+    with running:
+        running.enqueue("STUCK")
+        running.until(lambda: starts)
+        running.enqueue("GOOD")
+        running.until(lambda: [("STUCK", 2, "failed")] == running.dead())
+        running.until(lambda: [7] == running.marks())
+        assert [1, 2] == starts
+        RELEASE.set()
+    assert ([7], 0, [1, 2]) == (running.marks(), running.count(), starts)
+    assert {"lane.stuck"} == set(running.told("lane.stuck"))
+    assert "timed out after 0.2 s" in running.rows("select last_error from dead_task")[0][0]
+
+
+def test_a_sync_handler_in_a_query(db_url):
+    """E10: the query is ended with its transaction; the lane itself goes on."""
+    running = Running(db_url, concurrency=1)
+
+    @running.tasks.handler("SLOW", max_attempts=2, backoff=0, timeout=TIMEOUT)
+    def slow(session, params):
+        session.execute(text("select pg_sleep(30)"))
+
+    with running:
+        running.enqueue("SLOW")
+        running.until(lambda: [("SLOW", 2, "failed")] == running.dead())
+    assert (0, []) == (running.count(), running.told("lane.stuck"))
+
+
+def _async_body(kind: str) -> Any:
+    async def sleeps(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        await asyncio.sleep(30)
+
+    async def queries(session, params):
+        await session.execute(text("select pg_sleep(30)"))
+
+    async def swallows_once(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+
+    async def never_ends(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        while not RELEASE.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.05)
+
+    return {f.__name__: f for f in (sleeps, queries, swallows_once, never_ends)}[kind]
+
+
+@pytest.mark.parametrize("kind", ["sleeps", "queries", "swallows_once", "never_ends"])
+def test_an_async_handler_that_takes_too_long(db_url, kind):
+    """E10: cancelled; cut off if it does not take that; never committed late, always counted."""
+    running = Running(db_url, concurrency=1)
+    body = _async_body(kind)
+    running.tasks.handler("SLOW", max_attempts=2, backoff=0, timeout=TIMEOUT)(body)
+
+    @running.tasks.handler("GOOD")
+    async def good(session, params):
+        await session.execute(text("insert into mark values (7)"))
+
+    with running:
+        running.enqueue("SLOW")
+        running.until(lambda: [("SLOW", 2, "failed")] == running.dead())
+        running.enqueue("GOOD")
+        running.until(lambda: [7] == running.marks())
+        RELEASE.set()
+    assert (0, [7]) == (running.count(), running.marks())
+
+
+def test_an_async_handler_that_blocks_the_loop(db_url):
+    """The loop cannot be saved, but the row is free and the attempt counted."""
+    running = Running(db_url, concurrency=1)
+
+    @running.tasks.handler("BLOCK", max_attempts=1, timeout=TIMEOUT)
+    async def block(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        RELEASE.wait(30)
+
+    with running:
+        running.enqueue("BLOCK")
+        running.until(lambda: [("BLOCK", 1, "failed")] == running.dead())
+        RELEASE.set()
+    assert ([], 0) == (running.marks(), running.count())
+
+
+def test_a_handler_within_its_time(db_url):
+    """A deadline that is not reached does nothing, also not later."""
+    running = Running(db_url, drain=True)
+
+    @running.tasks.handler("SYNC", timeout=5)
+    def sync(session, params):
+        session.execute(text("insert into mark values (1)"))
+
+    @running.tasks.handler("ASYNC", timeout=5)
+    async def awaited(session, params):
+        await session.execute(text("insert into mark values (2)"))
+
+    running.enqueue("SYNC")
+    running.enqueue("ASYNC")
+    with running:
+        running.wait()
+    assert [1, 2] == running.marks()
+
+
+SERVER_LIMITS = {
+    "idle_in_transaction_session_timeout": "idle-in-transaction",
+    "transaction_timeout": "transaction timeout",
+    "statement_timeout": "statement timeout",
+}
+
+
+@pytest.mark.parametrize("touches", ["before", "after", "never"])
+@pytest.mark.parametrize("limit", SERVER_LIMITS)
+def test_a_time_limit_of_the_server(db_url, limit, touches):
+    """F1, F2: a failed attempt with a plain message, and the worker lives."""
+    running = Running(db_url, concurrency=1)
+    name = running.url.database
+    if not running.rows("select 1 from pg_settings where name = :n", n=limit):
+        pytest.skip(f"this server has no {limit}")
+    if limit == "statement_timeout" and touches != "after":
+        pytest.skip("it is a limit of statements")
+    running.execute(f"alter database {name} set {limit} = '200ms'")
+
+    @running.tasks.handler("SLOW", max_attempts=2, backoff=0)
+    def slow(session, params):
+        if touches == "before":
+            session.execute(text("insert into mark values (1)"))
+        time.sleep(0.4)
+        if touches == "after":
+            session.execute(text("select pg_sleep(1)"))
+
+    @running.tasks.handler("GOOD")
+    def good(session, params):
+        session.execute(text("insert into mark values (7)"))
+
+    running.enqueue("SLOW")
+    with running:
+        running.until(lambda: [("SLOW", 2, "failed")] == running.dead())
+        running.enqueue("GOOD")
+        running.until(lambda: [7] == running.marks())
+    assert SERVER_LIMITS[limit] in running.rows("select last_error from dead_task")[0][0]
+    assert [] == running.told("database.down")
