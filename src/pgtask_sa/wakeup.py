@@ -36,6 +36,7 @@ from pgtask_sa.roster import Roster
 FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
+RUNNING_POLL = 0.4
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 4  # failures in a row, about two seconds
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
@@ -236,7 +237,9 @@ class Listener(threading.Thread):
         if row.seconds is not None and row.seconds > 0:
             wait = min(wait, row.seconds)
         self._next_poll = time.monotonic() + wait
-        self._interval = min(self._interval * GROWTH, self.idle_interval)
+        # A task that runs is seen, too. When its worker is killed it comes back without a word.
+        longest = min(RUNNING_POLL, self.idle_interval) if row.ready else self.idle_interval
+        self._interval = min(self._interval * GROWTH, longest)
 
     def _drain_pokes(self) -> None:
         with suppress(BlockingIOError):
