@@ -154,7 +154,8 @@ class EnumJob(TaskMixin, Base):
     __tablename__ = "My Job"
 
     task_type: Mapped[Kind] = mapped_column(  # type: ignore[assignment]
-        Enum(Kind, name="kind", values_callable=lambda e: [m.value for m in e]), nullable=False
+        Enum(Kind, name="kind", schema="jobs", values_callable=lambda e: [m.value for m in e]),
+        nullable=False,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from waiting import wait_until
+from waiting import let_pass
 
 from pgtask_sa import TaskSession, insert_task
 
@@ -69,19 +69,8 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_delayed_task_starts_at_its_time(db_url, concurrency):
-    """The listener knows when the next one falls due, also when its lane was busy at that news."""
+    """Never early, nor late by a poll, also if no lane was asleep at the news of it."""
     running = _recorder(db_url, concurrency=concurrency)
-    with running:
-        _asleep(running)
-        for i in range(3):
-            running.enqueue("A", {"i": i}, delay=0.7)
-            running.until(lambda i=i: running.rows(f"select 1 from began where i = {i}"))
-    assert 0 == running.count()
-
-
-def test_how_late_a_delayed_task_is(db_url):
-    """Never early, and not by a poll too late."""
-    running = _recorder(db_url, concurrency=1)
     with running:
         _asleep(running)
         running.execute(
@@ -119,7 +108,7 @@ def test_an_idle_worker_asks_little(db_url):
         _asleep(running)
         running.admin.dispose()
         before = _transactions(running)
-        _pass(2.5)
+        let_pass(2.5)
         asked = _transactions(running) - before
     assert 1 <= asked <= 20
 
@@ -136,12 +125,6 @@ def _transactions(running: Running) -> int:
         count = connection.execute(statement, {"name": running.url.database}).scalar_one()
     engine.dispose()
     return count
-
-
-def _pass(seconds: float) -> None:
-    """Let time pass, where the passing of time is what is tested."""
-    end = time.monotonic() + seconds
-    wait_until(lambda: time.monotonic() > end, seconds + 5)
 
 
 @contextmanager
@@ -202,7 +185,7 @@ def test_a_commit_that_falls_between_falling_asleep_and_listening(db_url):
         session.flush()  # the trigger has run, and nobody was asleep
         with running:
             running.until_idle()
-            _pass(0.3)  # the transaction is that long
+            let_pass(0.3)  # the transaction is that long
             began = time.monotonic()
             session.commit()
             running.until(lambda: running.rows("select 1 from began"))
@@ -246,12 +229,11 @@ def _cut_listener_off(running: Running) -> None:
 def test_workers_without_a_listener_look_by_themselves(db_url):
     """When LISTEN cannot be had, it is told once, and tasks are found within a second or so."""
     running = _recorder(db_url)
+    name = running.url.database
     broken = "pg_try_advisory_lock_shared(int, int) returns bool language plpgsql"
     with running:
         _asleep(running)
-        running.execute(
-            f"alter database {running.url.database} set search_path = public, pg_catalog"
-        )
+        running.execute(f"alter database {name} set search_path = public, pg_catalog")
         running.execute(f"create function {broken} as $$ begin raise 'not here'; end $$")
         _cut_listener_off(running)
         running.first("listener.down")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -268,5 +269,6 @@ class LoopThread(threading.Thread):
     def cut(self) -> None:
         """Cut off all lanes."""
         if self.loop is not None and self.is_alive():
-            for lane in self.lanes:
-                self.loop.call_soon_threadsafe(lane.cut)
+            with suppress(RuntimeError):  # it has ended this very moment
+                for lane in self.lanes:
+                    self.loop.call_soon_threadsafe(lane.cut)

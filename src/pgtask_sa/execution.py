@@ -89,6 +89,7 @@ class Execution:
         self.ground = Ground(connection)
         self.settler = Settler(connection, tables, handlers, events)
         self.on_full: Callable[[], object] = _nothing
+        self.on_commit: Callable[[], object] = _nothing
         self.running: Claimed | None = None
         self.cut = False  # set from outside: whatever runs must not commit any more
         self.expired: Claimed | None = None  # set from outside: this one's time is over
@@ -129,6 +130,7 @@ class Execution:
             self._give_up(transaction)
             raise
         if self._commit(transaction, batch):
+            self.on_commit()
             for report in finished:
                 self.settler.tell(*report)
         return len(batch)

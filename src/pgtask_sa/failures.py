@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
+import sqlalchemy
 from sqlalchemy.exc import DBAPIError, StatementError
 
 MAX_ERROR = 4000
-LIBRARIES = ("/pgtask_sa/", "/sqlalchemy/")  # their frames say nothing about a handler
+# The frames of these say nothing about a handler. By their whole path: a user's own folder may
+# have the same name.
+LIBRARIES = (str(Path(__file__).parent), str(Path(sqlalchemy.__file__).parent))
 
 BLAMELESS = (
     "08",  # connection exceptions
@@ -122,7 +126,7 @@ def _place(error: BaseException) -> str:
         frames = traceback.extract_tb(error.__traceback__)
     except Exception:  # noqa: BLE001
         return ""
-    own = [f for f in frames if not any(name in f.filename for name in LIBRARIES)]
+    own = [f for f in frames if not f.filename.startswith(LIBRARIES)]
     lines = [f"\n  at {f.filename}:{f.lineno} in {f.name}" for f in own[-5:]]
     return "".join(lines)[-MAX_ERROR // 2 :]
 

@@ -13,8 +13,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ class Lane(Protocol):
     """What a lane shows to the rest of its crew."""
 
     kind: str
+    trouble: Trouble
     execution: Execution | None
 
 
@@ -73,6 +74,7 @@ class Shared:
         claimer.types = types  # not a copy: it follows the labels of the database
         execution = Execution(connection, face, claimer, self.handlers, self.tables, self.events)
         execution.on_full = partial(self.bell.chain, lane.kind)
+        execution.on_commit = lane.trouble.over
         execution.blameless = self.blameless
         if lane.execution is not None:
             execution.owed = lane.execution.owed
@@ -211,6 +213,20 @@ async def _outcome(coroutine: Any) -> BaseException | None:
     return None
 
 
+@contextmanager
+def _never_again(connection: Connection | None) -> Iterator[None]:
+    """Give no connection back to the pool that met an error: the next one may fare better.
+
+    After a failover, say, or when a setting of the database was changed.
+    """
+    try:
+        yield
+    except BaseException:
+        if connection is not None and not connection.closed:
+            connection.detach()
+        raise
+
+
 class SyncLane(threading.Thread):
     """A thread that claims and runs sync tasks until the worker stops."""
 
@@ -231,7 +247,7 @@ class SyncLane(threading.Thread):
         while not self._over():
             self.trouble.connecting()
             try:
-                with self.engine.connect() as connection:
+                with self.engine.connect() as connection, _never_again(connection):
                     self._work(connection)
             except Stopped:
                 break
@@ -249,7 +265,6 @@ class SyncLane(threading.Thread):
         execution = self.shared.execution(self, connection, face)
         while not self._over():
             claimed = execution.sweep()
-            self.trouble.over()
             if claimed:
                 self.shared.bell.stirred = True
             else:
@@ -295,7 +310,8 @@ class AsyncLane:
             self.trouble.connecting()
             try:
                 async with self.engine.connect() as connection:
-                    await self._work(connection)
+                    with _never_again(connection.sync_connection):
+                        await self._work(connection)
             except Stopped:
                 break
             except asyncio.CancelledError:
@@ -315,7 +331,6 @@ class AsyncLane:
         )
         while not self._over():
             claimed = await connection.run_sync(lambda _connection: execution.sweep())
-            self.trouble.over()
             if claimed:
                 self.shared.bell.stirred = True
             else:
@@ -327,7 +342,8 @@ class AsyncLane:
         woken = loop.create_future()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(_resolve, woken)
+            with suppress(RuntimeError):  # the loop has ended, and the lane with it
+                loop.call_soon_threadsafe(_resolve, woken)
 
         if self.shared.bell.sleep(self.kind, wake):
             await woken

@@ -37,6 +37,7 @@ FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
 RUNNING_POLL = 0.4
+FOREVER = 3600.0
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 4  # failures in a row, about two seconds
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
@@ -114,6 +115,7 @@ class Listener(threading.Thread):
         self._watching = False
         self._notified = False
         self._failures = 0
+        self._deaf = False
         self._interval = FIRST_POLL
         self._next_poll = 0.0
         self._next_report = 0.0
@@ -154,14 +156,21 @@ class Listener(threading.Thread):
         self._failures += 1
         # They also find out whether it is the whole database; that is theirs to tell.
         self.bell.ring()
-        pause = min(RECONNECT[0] * 2.0 ** min(self._failures, 10), RECONNECT[1])
-        self._rest(pause * random.uniform(0.5, 1.0))  # noqa: S311
-        if self._failures == DEAF_AFTER and self.health.up and not self._stopping:
+        if self._failures >= DEAF_AFTER and self.health.up and not self._deaf:
+            self._deaf = True
             self.health.events.emit(
                 "listener.down",
                 f"cannot listen for new tasks, looking every second instead: {one_line(error)}",
                 level=logging.WARNING,
             )
+        pause = min(RECONNECT[0] * 2.0 ** min(self._failures, 10), RECONNECT[1])
+        self._rest(pause * random.uniform(0.5, 1.0))  # noqa: S311
+
+    def _hear_again(self) -> None:
+        self._failures = 0
+        if self._deaf:
+            self._deaf = False
+            self.health.events.emit("listener.up", "listening for new tasks")
 
     def _rest(self, seconds: float) -> None:
         select.select([self._ear], [], [], seconds)
@@ -175,18 +184,18 @@ class Listener(threading.Thread):
         connection.exec_driver_sql(f"LISTEN pgtask_{int(oid)}")
         self._announced, self._notified = False, False
         self.bell.ring()  # whatever was missed while we were away
+        patience = 0.0  # one quick turn shows that all of it works
         while not self._stopping:
-            self._turn(connection, driver, int(oid))
-            if self._failures >= DEAF_AFTER and self.health.up:
-                self.health.events.emit("listener.up", "listening for new tasks")
-            self._failures = 0
+            self._turn(connection, driver, int(oid), patience)
+            patience = FOREVER
+            self._hear_again()
 
-    def _turn(self, connection: Connection, driver: Any, oid: int) -> None:
+    def _turn(self, connection: Connection, driver: Any, oid: int, most: float) -> None:
         self._watching = False  # first: a lane that falls asleep from here on pokes us
         self._watching = self.bell.anyone_asleep()
         if self._watching and not self._announced:
             self._announce(connection, oid)
-        select.select([driver.fileno(), self._ear], [], [], self._patience())
+        select.select([driver.fileno(), self._ear], [], [], min(most, self._patience()))
         self._drain_pokes()
         self._hear(driver)
         if self._notified:

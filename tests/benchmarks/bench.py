@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -50,23 +51,19 @@ FULL: Sizes = {
     "rounds": 3,
     "enqueue": 1000,
     "bulk": 50_000,
-    "drain1": 3000,
-    "drain100": 20_000,
-    "row1": 2000,
-    "row100": 10_000,
+    "noop": {1: 2000, 100: 20_000},
+    "row": {1: 1000, 100: 5000},
     "pickups": 70,
     "idle": 20.0,
 }
 QUICK: Sizes = {
     "rounds": 1,
-    "enqueue": 300,
+    "enqueue": 200,
     "bulk": 10_000,
-    "drain1": 500,
-    "drain100": 3000,
-    "row1": 300,
-    "row100": 2000,
+    "noop": {1: 400, 100: 3000},
+    "row": {1: 200, 100: 1000},
     "pickups": 20,
-    "idle": 3.0,
+    "idle": 5.0,
 }
 
 
@@ -153,7 +150,7 @@ class Bench:
         """Wait until the worker runs a task, and then until it is idle."""
         send("noop", 0)
         wait_for(lambda: tally.count > 0)
-        time.sleep(1)
+        time.sleep(0.5)
 
     def idle(self, side: ModuleType) -> float:
         """Count the statements per second of a worker that has nothing to do."""
@@ -162,7 +159,7 @@ class Bench:
         running = self.process(side, concurrency=4, batch=1, drain=False)
         with running as (_, tally), side.sender(self.url) as send:
             self.warm_up(send, tally)
-            time.sleep(2)
+            time.sleep(1)
             self.execute("select pg_stat_statements_reset()")
             time.sleep(self.sizes["idle"])
             (calls,) = self.execute(counted)[0]
@@ -190,7 +187,8 @@ def in_turns(rounds: int, measure: Any) -> dict[str, list[Any]]:
 def row(name: str, unit: str, found: dict[str, list[float]]) -> dict[str, Any]:
     """Sum a measure up: medians, the share, and how far the rounds lie apart."""
     mine, other = median(found["ours"]), median(found["bare"])
-    share = mine / other if unit.endswith("/s") and "statements" not in unit else other / mine
+    part, whole = (mine, other) if unit == "tasks/s" else (other, mine)  # here less is better
+    share = part / whole if whole else 1.0
     spreads = [(max(v) - min(v)) / 2 / median(v) if median(v) else 0.0 for v in found.values()]
     return {
         "measure": name,
@@ -210,11 +208,7 @@ def measure_all(bench: Bench) -> Iterator[dict[str, Any]]:
     yield row(f"enqueue {sizes['bulk']:,} in bulk", "tasks/s", in_turns(rounds, bench.bulk))
     for kind, what in (("noop", "no-op"), ("row", "one row each")):
         for batch in (1, 100):
-            count = sizes[f"{'drain' if kind == 'noop' else kind}{batch}"]
-
-            def drain(side: ModuleType, kind: str = kind, batch: int = batch) -> float:
-                return bench.drain(side, kind, batch, count)  # noqa: B023 - called at once
-
+            drain = partial(bench.drain, kind=kind, batch=batch, count=sizes[kind][batch])
             yield row(f"drain, batch {batch}, {what}", "tasks/s", in_turns(rounds, drain))
     yield from measure_pickups(bench, rounds)
     yield row("idle worker", "statements/s", in_turns(1, bench.idle))
@@ -222,12 +216,16 @@ def measure_all(bench: Bench) -> Iterator[dict[str, Any]]:
 
 def measure_pickups(bench: Bench, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure how soon a task starts on an idle worker, by kind of handler."""
+    times: dict[str, list[list[float]]] = {"stamp": [], "async_stamp": [], "bare": []}
+    for _ in range(rounds):
+        for kind, found in times.items():
+            side, what = (bare, "stamp") if kind == "bare" else (ours, kind)
+            found.append(sorted(bench.pickups(side, what)))
     for kind, what in (("stamp", "sync"), ("async_stamp", "async")):
-        found = in_turns(rounds, lambda side, kind=kind: sorted(bench.pickups(side, kind)))
         for name, part in (("p50", 0.5), ("p99", 0.99)):
             points = {
-                side: [times[min(len(times) - 1, int(part * len(times)))] for times in several]
-                for side, several in found.items()
+                side: [several[min(len(several) - 1, int(part * len(several)))] for several in of]
+                for side, of in (("ours", times[kind]), ("bare", times["bare"]))
             }
             yield row(f"pickup, {what} handler, {name}", "ms", points)
 

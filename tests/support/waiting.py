@@ -29,3 +29,9 @@ def wait_until(
             raise AssertionError(f"{text} (waited {timeout:g} s, last value {value!r})")
         time.sleep(interval)
     return value
+
+
+def let_pass(seconds: float) -> None:
+    """Let time pass, in the few tests in which time itself is what matters."""
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > end, seconds + 5)
