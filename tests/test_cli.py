@@ -30,7 +30,7 @@ from pgtask_sa import (
     TaskSession,
     cli,
     cli_commands,
-    statements,
+    reports,
     worker,
 )
 
@@ -740,7 +740,7 @@ class TestStatements:
         with engine.connect() as connection:
             connection.execution_options(isolation_level="AUTOCOMMIT")
             connection.execute(text("vacuum analyze task"))
-            summary = statements.summarize_waiting(Task.__table__, 10_000)
+            summary = reports.summarize_waiting(Task.__table__, 10_000)
             plan = _plan(connection, summary, {"kind": "RARE"})
         assert "Seq Scan" not in plan
         assert {"task_ready_idx", "task_due_idx"} == set(re.findall(r"task_\w+_idx", plan))

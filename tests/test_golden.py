@@ -10,7 +10,7 @@ from golden_sql import GOLDEN, expected_text, normalised, sql_text
 from own_models import DigestJob, EnumJob, HstoreJob, PlainJob, UniqueJob
 from sqlalchemy import Executable, column, func
 
-from pgtask_sa import DeadTask, Task, claim, statements
+from pgtask_sa import DeadTask, Task, claim, reports, statements
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,26 +52,26 @@ CASES: dict[str, Callable[[], Executable]] = {
     "peek.enum": lambda: statements.peek(ENUM),
     "waiting_kinds": lambda: statements.waiting_kinds(TASK),
     "count_waiting": lambda: statements.count_waiting(TASK, 100),
-    "count_claimable": lambda: statements.count_claimable(TASK),
-    "statistics": lambda: statements.statistics(TASK, DEAD),
-    "listing": lambda: statements.listing(TASK, task_type=None, limit=20),
-    "listing.dead": lambda: statements.listing(DEAD, task_type="EMAIL", limit=20),
+    "count_claimable": lambda: reports.count_claimable(TASK),
+    "statistics": lambda: reports.statistics(TASK, DEAD),
+    "listing": lambda: reports.listing(TASK, task_type=None, limit=20),
+    "listing.dead": lambda: reports.listing(DEAD, task_type="EMAIL", limit=20),
     "enum_labels": lambda: statements.enum_labels(ENUM),
     "table_oid": lambda: statements.table_oid(TASK),
     "table_oid.schema": lambda: statements.table_oid(ENUM),
     "announce_sleep": statements.announce_sleep,
     "withdraw_sleep": statements.withdraw_sleep,
-    "next_in_line": lambda: statements.next_in_line(TASK),
-    "all_waiting": lambda: statements.all_waiting(TASK),
-    "summarize_waiting": lambda: statements.summarize_waiting(TASK, 100),
-    "rows_by_ids": lambda: statements.rows_by_ids(TASK),
-    "hold_dead": lambda: statements.hold_dead(DEAD, task_type="EMAIL", limit=20),
-    "hold_dead_by_ids": lambda: statements.hold_dead_by_ids(DEAD),
-    "clock": statements.clock,
+    "next_in_line": lambda: reports.next_in_line(TASK),
+    "all_waiting": lambda: reports.all_waiting(TASK),
+    "summarize_waiting": lambda: reports.summarize_waiting(TASK, 100),
+    "rows_by_ids": lambda: reports.rows_by_ids(TASK),
+    "hold_dead": lambda: reports.hold_dead(DEAD, task_type="EMAIL", limit=20),
+    "hold_dead_by_ids": lambda: reports.hold_dead_by_ids(DEAD),
+    "clock": reports.clock,
 }
 
 # Public functions of the two modules that return parts of statements, or no SQL.
-PARTS = {"server_now", "claim_columns", "stored_columns", "claimed_type", "is_json", "by_ids"}
+PARTS = {"server_now", "kinds_of", "claim_columns", "stored_columns", "claimed_type", "is_json", "by_ids"}
 
 
 def functions_of(module: ModuleType) -> set[str]:
@@ -93,7 +93,7 @@ def test_golden_text(name: str) -> None:
 def test_each_statement_has_a_golden_text() -> None:
     """A statement that is added must come with a case here; PARTS names the other functions."""
     covered = {name.partition(".")[0] for name in CASES}
-    assert covered | PARTS == functions_of(claim) | functions_of(statements)
+    assert covered | PARTS == functions_of(claim) | functions_of(statements) | functions_of(reports)
 
 
 def test_each_golden_text_has_a_statement() -> None:

@@ -80,7 +80,7 @@ SLEEPING = "select 1 from pg_locks where locktype = 'advisory' and mode = 'Share
 def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(fleet: Fleet, kind):
     """SIGKILL in the middle of a handler, in Python or in a query on the server (F3)."""
     with fleet.worker("--log-level", "warning") as first:
-        fleet.enqueue(kind, {"i": 1, "seconds": 4})
+        fleet.enqueue(kind, {"i": 1, "seconds": 2.5})
         runner = fleet.until(fleet.runner)
         with fleet.worker("--log-level", "warning") as second:
             fleet.until(lambda: len(fleet.rows(SLEEPING)) == 2, 20)
@@ -95,8 +95,16 @@ def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(fleet: F
 # -- signals --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["terminate", "interrupt"])
-@pytest.mark.parametrize("kind", ["SLEEP", "ASYNC_SLEEP", "QUERY"])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("SLEEP", "terminate"),
+        ("SLEEP", "interrupt"),
+        ("ASYNC_SLEEP", "interrupt"),
+        ("QUERY", "terminate"),
+        ("QUERY", "interrupt"),
+    ],
+)
 def test_a_signal_lets_running_tasks_finish(fleet: Fleet, kind, how):
     """E9: claim nothing more, finish what runs, exit 0."""
     with fleet.worker("--concurrency", "1", "--grace", "20") as worker:

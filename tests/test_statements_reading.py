@@ -12,7 +12,7 @@ from own_models import EnumJob
 from sqlalchemy import Column, Integer, MetaData, Table, cast, literal, text
 from sqlalchemy.dialects.postgresql import TIMESTAMP
 
-from pgtask_sa import DeadTask, statements
+from pgtask_sa import DeadTask, reports, statements
 from pgtask_sa.mapping import LOCK_CLASS
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def test_count_claimable(engine: Engine) -> None:
     fill(engine, 2, run_at="'2030-01-01 12:01Z'")
     fill(engine, 9, "OTHER")
     with engine.connect() as connection:
-        count = statements.count_claimable(TASK, at())
+        count = reports.count_claimable(TASK, at())
         assert 7 == connection.scalar(count, {"types": ["A", "NONE"]})
 
 
@@ -106,7 +106,7 @@ def test_statistics(engine: Engine) -> None:
         columns = "task_id, task_type, params, created_at, attempts"
         dead = f"insert into dead_task ({columns}, reason) select {columns}, 'failed' from gone"
         connection.execute(text(f"with gone as ({gone}) {dead}"))
-        found = connection.execute(statements.statistics(TASK, DEAD, at())).all()
+        found = connection.execute(reports.statistics(TASK, DEAD, at())).all()
         assert [
             ("A", 3, 4, 1, 0, 120.0),
             ("FOR EVER", 0, 1, 0, 0, None),
@@ -119,8 +119,8 @@ def test_listing(engine: Engine) -> None:
     fill(engine, 2)
     fill(engine, 1, "B", run_at="'infinity'")
     with engine.connect() as connection:
-        every = connection.execute(statements.listing(TASK, task_type=None, limit=2)).all()
-        some = connection.execute(statements.listing(TASK, task_type="B", limit=2)).all()
+        every = connection.execute(reports.listing(TASK, task_type=None, limit=2)).all()
+        some = connection.execute(reports.listing(TASK, task_type="B", limit=2)).all()
         assert [(1, "A", "{}", None), (2, "A", "{}", None)] == [
             (row.task_id, row.task_type, row.params, row.run_at) for row in every
         ]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Connection, Engine, NullPool, Table, create_engine
 
 from pgtask_sa import cli_output as out
-from pgtask_sa import migrations, statements
+from pgtask_sa import migrations, reports, statements
 from pgtask_sa.engines import CONNECT_ARGS, given_url
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.errors import EnqueueError
@@ -110,7 +110,7 @@ def todo(place: Place) -> int:
 
 
 def _waiting(connection: Connection, place: Place, kind: str) -> dict[str, Any]:
-    summary = statements.summarize_waiting(place.table, COUNTED)
+    summary = reports.summarize_waiting(place.table, COUNTED)
     row = connection.execute(summary, {"kind": kind}).mappings().one()
     return {"task_type": kind, **row, "exact": row["count"] < COUNTED}
 
@@ -139,7 +139,7 @@ def dead(place: Place) -> int:
 
 def _show(place: Place, task_id: int) -> int:
     with place.connect() as connection:
-        found = connection.execute(statements.rows_by_ids(place.dead_table), {"ids": [task_id]})
+        found = connection.execute(reports.rows_by_ids(place.dead_table), {"ids": [task_id]})
         rows = [dict(row) for row in found.mappings()]
     if not rows:
         out.complain(f"task {task_id} is not in the error queue")
@@ -154,9 +154,9 @@ def _show(place: Place, task_id: int) -> int:
 def _listed(place: Place, table: Table) -> tuple[list[dict[str, Any]], bool, datetime]:
     """Fetch rows, whether there are more, and the server's clock."""
     limit = place.arguments.limit
-    listing = statements.listing(table, task_type=place.arguments.type, limit=limit + 1)
+    listing = reports.listing(table, task_type=place.arguments.type, limit=limit + 1)
     with place.connect() as connection:
-        now = connection.scalars(statements.clock()).one()
+        now = connection.scalars(reports.clock()).one()
         rows = [dict(row) for row in connection.execute(listing).mappings()]
     return rows[:limit], len(rows) > limit, now
 
@@ -185,10 +185,10 @@ def requeue(place: Place) -> int:
 
 
 def _requeue_ids(connection: Connection, place: Place, ids: list[int]) -> Requeued:
-    hold = statements.hold_dead_by_ids(place.dead_table)
+    hold = reports.hold_dead_by_ids(place.dead_table)
     with connection.begin():
         held, back = _bring_back(connection, place, hold, {"ids": ids})
-        left = connection.execute(statements.rows_by_ids(place.dead_table), {"ids": ids})
+        left = connection.execute(reports.rows_by_ids(place.dead_table), {"ids": ids})
         locked = {row["task_id"] for row in left.mappings()}
     missing = set(ids) - set(held) - locked
     return Requeued(back, sorted(set(held) - set(back)), sorted(locked), sorted(missing))
@@ -197,7 +197,7 @@ def _requeue_ids(connection: Connection, place: Place, ids: list[int]) -> Requeu
 def _requeue_all(connection: Connection, place: Place) -> Requeued:
     """Bring back all of a type, or all, in batches that do not lock the queue for long."""
     done = Requeued([], [], [], [])
-    hold = statements.hold_dead(place.dead_table, task_type=place.arguments.type, limit=BATCH)
+    hold = reports.hold_dead(place.dead_table, task_type=place.arguments.type, limit=BATCH)
     after = 0  # upwards: what dies again meanwhile is not brought back again
     while True:
         with connection.begin():
@@ -216,7 +216,7 @@ def _bring_back(
     # where only one equal task may exist, an insert waits for the one that runs
     connection.execute(set_lock_timeout(LOCK_TIMEOUT))
     held = list(connection.scalars(hold, dict(parameters)))
-    move = statements.requeue(place.table, place.dead_table, statements.by_ids(place.dead_table))
+    move = statements.requeue(place.table, place.dead_table, reports.by_ids(place.dead_table))
     back = list(connection.scalars(move, {"ids": held})) if held else []
     return held, sorted(back)
 
@@ -224,7 +224,7 @@ def _bring_back(
 def stats(place: Place) -> int:
     """Count tasks by type and state."""
     with place.connect() as connection:
-        counted = connection.execute(statements.statistics(place.table, place.dead_table))
+        counted = connection.execute(reports.statistics(place.table, place.dead_table))
         rows = [dict(row) for row in counted.mappings()]
     if place.json:
         out.print_json({"types": rows})

@@ -27,9 +27,9 @@ from pgtask_sa.execution import Execution
 from pgtask_sa.ground import Ground, watch_errors
 from pgtask_sa.handlers import Handler, TaskRegistry
 from pgtask_sa.lanes import SESSION
+from pgtask_sa.reports import next_in_line
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
-from pgtask_sa.statements import next_in_line
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -158,11 +158,11 @@ def waiting(session: AnySession, task_class: type[Any] | None = None) -> list[Wa
         ...     expected = [("SEND_EMAIL_WELCOME", {"usr_id": 1})]
         ...     assert expected == [(task.task_type, task.params) for task in waiting(session)]
     """
-    from pgtask_sa import statements
+    from pgtask_sa import reports
     from pgtask_sa.mapping import Task, task_table
 
     chosen: Any = task_class or getattr(session, "task_class", Task)
-    statement = statements.all_waiting(task_table(chosen))
+    statement = reports.all_waiting(task_table(chosen))
     session.flush()
     rows = session.execute(statement, bind_arguments={"mapper": chosen}).mappings()
     return [WaitingTask(**row) for row in rows]

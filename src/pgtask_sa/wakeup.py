@@ -173,8 +173,10 @@ class Listener(threading.Thread):
             self.health.events.emit("listener.up", "listening for new tasks")
 
     def _rest(self, seconds: float) -> None:
-        select.select([self._ear], [], [], seconds)
-        self._drain_pokes()
+        end = time.monotonic() + seconds
+        while not self._stopping and (left := end - time.monotonic()) > 0:
+            select.select([self._ear], [], [], left)  # lanes that fall asleep poke us, too
+            self._drain_pokes()
 
     def _serve(self, connection: Connection, driver: Any) -> None:
         oid = connection.execute(statements.table_oid(self.table)).scalar()

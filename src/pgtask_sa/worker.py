@@ -30,9 +30,9 @@ from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
 from pgtask_sa.progress import DrainProgress
+from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
-from pgtask_sa.statements import count_claimable
 from pgtask_sa.supervisor import Supervisor
 
 EXIT_OK = 0

@@ -1,0 +1,176 @@
+"""What people and tests ask about the two tables: counts, listings, who is next.
+
+One pure function for each statement, as in statements.py, which holds what the worker needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    DateTime,
+    Double,
+    Select,
+    Table,
+    Text,
+    and_,
+    any_,
+    bindparam,
+    case,
+    cast,
+    extract,
+    func,
+    literal,
+    literal_column,
+    or_,
+    select,
+    union_all,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+
+from pgtask_sa.statements import Now, kinds_of, server_now
+
+
+def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
+    """Count the tasks of ``:types`` that are ready or due, running ones included."""
+    kinds, moment = kinds_of(table), server_now() if now is None else now
+    mine = select(literal(1)).where(kinds.c.kind == table.c.task_type).exists()
+    claimable = or_(table.c.run_at.is_(None), table.c.run_at <= moment)
+    return select(func.count()).select_from(table).where(mine, claimable)
+
+
+def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]:
+    """Count by task type: ready, planned, retrying, dead, and the age of the oldest ready one."""
+    moment = server_now() if now is None else now
+    waiting = _waiting_by_kind(table, moment)
+    buried = (
+        select(cast(dead.c.task_type, Text).label("kind"), func.count().label("dead"))
+        .group_by(dead.c.task_type)
+        .subquery("buried")
+    )
+    both = waiting.join(buried, waiting.c.kind == buried.c.kind, full=True)
+    zero = {n: func.coalesce(waiting.c[n], 0).label(n) for n in ("ready", "planned", "retrying")}
+    kind = func.coalesce(waiting.c.kind, buried.c.kind).label("task_type")
+    return (
+        select(
+            kind,
+            *zero.values(),
+            func.coalesce(buried.c.dead, 0).label("dead"),
+            waiting.c.oldest_seconds,
+        )
+        .select_from(both)
+        .order_by(kind)
+    )
+
+
+def _waiting_by_kind(table: Table, moment: Now) -> Any:
+    c = table.c
+    planned = c.run_at > moment
+    is_ready = or_(c.run_at.is_(None), c.run_at <= moment)
+    start = func.coalesce(c.run_at, c.created_at)
+    since = func.min(case((and_(is_ready, func.isfinite(start)), start)))
+    age = extract("epoch", moment - since)
+    return (
+        select(
+            cast(c.task_type, Text).label("kind"),
+            func.count().filter(is_ready).label("ready"),
+            func.count().filter(planned).label("planned"),
+            func.count().filter(c.attempts > 0).label("retrying"),
+            cast(age, Double).label("oldest_seconds"),
+        )
+        .group_by(c.task_type)
+        .subquery("waiting")
+    )
+
+
+def listing(table: Table, *, task_type: str | None, limit: int) -> Select[Any]:
+    """List rows of the task table or of the error queue, oldest number first."""
+    columns = [_listed(c) for c in table.columns if c.name not in ("ticket", "coalesce_key")]
+    statement = select(*columns).order_by(table.c.task_id).limit(limit)
+    if task_type is not None:
+        statement = statement.where(cast(table.c.task_type, Text) == task_type)
+    return statement
+
+
+def _listed(column: ColumnElement[Any]) -> ColumnElement[Any]:
+    if column.name in ("task_type", "params"):
+        return cast(column, Text).label(column.name)
+    if isinstance(column.type, DateTime):  # Python has no infinity and no year 10,000
+        bounds = [literal_column(f"'{year}-01-02'", column.type) for year in ("0001", "9999")]
+        readable = func.greatest(bounds[0], func.least(column, bounds[1]))
+        return case((column.is_not(None), readable)).label(column.name)
+    return column
+
+
+def next_in_line(table: Table, now: Now | None = None) -> Select[Any]:
+    """Find and hold the first task of ``:types``: ready ones by number, then by time those due.
+
+    For tests, where the order must not change from run to run. Workers claim by lottery.
+    """
+    moment = server_now() if now is None else now
+    c, types = table.c, cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+    return (
+        select(c.task_id, cast(c.task_type, Text).label("task_type"))
+        .where(c.task_type == any_(types), or_(c.run_at.is_(None), c.run_at <= moment))
+        .order_by(c.run_at.nulls_first(), c.task_id)
+        .limit(1)
+        .with_for_update(skip_locked=True)
+    )
+
+
+def all_waiting(table: Table) -> Select[Any]:
+    """List all tasks with what tests ask about them, in the order of their numbers."""
+    c = table.c
+    kind = cast(c.task_type, Text).label("task_type")
+    rest = (c.params, _listed(c.created_at), _listed(c.run_at), c.attempts, c.last_error)
+    return select(c.task_id, kind, *rest).order_by(c.task_id)
+
+
+def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select[Any]:
+    """Count the tasks of the type ``:kind`` and date the oldest, but look at no more than ``most``.
+
+    Returns one row: ``count``, ``oldest_at`` and its age ``oldest_seconds`` (null if none waits).
+    """
+    moment = server_now() if now is None else now
+    c = table.c
+    of_kind = c.task_type == cast(bindparam("kind", type_=Text), c.task_type.type)
+    mine = select(_listed(c.created_at)).where(of_kind).limit(most)
+    # each part has its own partial index, and no index serves both
+    parts = [mine.where(part).subquery() for part in (c.run_at.is_(None), c.run_at.is_not(None))]
+    some = union_all(*[select(part.c.created_at) for part in parts]).limit(most).subquery("some")
+    oldest = func.min(some.c.created_at)
+    age = cast(extract("epoch", moment - oldest), Double)
+    return select(
+        func.count().label("count"), oldest.label("oldest_at"), age.label("oldest_seconds")
+    ).select_from(some)
+
+
+def by_ids(table: Table) -> ColumnElement[bool]:
+    """Choose the rows whose numbers are in ``:ids``."""
+    return table.c.task_id == any_(bindparam("ids", type_=ARRAY(BigInteger)))
+
+
+def rows_by_ids(table: Table) -> Select[Any]:
+    """Fetch the rows of ``:ids`` from the task table or from the error queue, as `listing` does."""
+    return listing(table, task_type=None, limit=0).limit(None).where(by_ids(table))
+
+
+def hold_dead(dead: Table, *, task_type: str | None, limit: int) -> Select[Any]:
+    """Lock dead tasks with numbers over ``:after``, passing over those that others have locked."""
+    statement = select(dead.c.task_id).where(dead.c.task_id > bindparam("after", type_=BigInteger))
+    if task_type is not None:
+        statement = statement.where(cast(dead.c.task_type, Text) == task_type)
+    return statement.order_by(dead.c.task_id).limit(limit).with_for_update(skip_locked=True)
+
+
+def hold_dead_by_ids(dead: Table) -> Select[Any]:
+    """Lock the dead tasks of ``:ids``, passing over those that others have locked."""
+    statement = select(dead.c.task_id).where(by_ids(dead)).order_by(dead.c.task_id)
+    return statement.with_for_update(skip_locked=True)
+
+
+def clock() -> Select[Any]:
+    """Read the server's clock."""
+    return select(func.clock_timestamp())
