@@ -220,6 +220,44 @@ class TestProblems:
         assert problem in result.err
         assert 1 == result.err.count("\n")
 
+    @pytest.mark.parametrize(
+        ("command", "problem"),
+        [
+            (
+                ["stats", "--database-url", "postgresql://bob:secret@h:abc/x"],
+                "is the port a number?",
+            ),
+            (["migrate", "--database-url", "postgresql://bob:secret@h:abc/x"], "is the port a"),
+            (["stats", "--tasks", ".test_cli:tasks"], "package.module:name, got '.test_cli:tasks'"),
+            (["stats", "--tasks", ":tasks"], "package.module:name, got ':tasks'"),
+            (["enqueue", "A", "[" * 100_000], "PARAMS_JSON is nested too deeply"),
+            (["enqueue", "A\udce9"], r"task_type 'A\udce9' holds half of a surrogate pair"),
+            (["enqueue", "A" * 501], "has 501 bytes"),
+            (["worker", ".test_cli:tasks"], "package.module:name, got '.test_cli:tasks'"),
+        ],
+    )
+    def test_what_cannot_be_read(self, run, command, problem):
+        """One line, no traceback, no password."""
+        result = run(*command)
+        assert result.code in (1, 2)
+        assert result.err.startswith("error: ")
+        assert problem in result.err
+        assert 1 == result.err.count("\n")
+        assert "secret" not in result.err
+
+    def test_a_type_that_is_not_utf8(self, run):
+        """It is usage that is wrong, not the database."""
+        result = run("list", "--type", "A\udce9")
+        assert 2 == result.code
+        assert r"is not UTF-8: 'A\udce9'" in result.err
+
+    def test_priority_of_a_type_without_handler(self, run, monkeypatch):
+        """It has no effect, which is worth a line; another worker may know the type."""
+        monkeypatch.setattr(worker.Worker, "run", lambda self: 0)
+        result = run("worker", "test_cli:tasks", "--priority", "NOSUCH=1", "PLAIN=2")
+        assert 0 == result.code
+        assert "warning: --priority names 'NOSUCH', for which there is no handler" in result.err
+
     def test_no_database_is_named(self, run, monkeypatch):
         """Both ways to name it are in the message."""
         monkeypatch.delenv("DATABASE_URL")

@@ -155,6 +155,28 @@ def test_an_async_handler_that_blocks_the_loop(db_url):
     assert ([], 0) == (running.marks(), running.count())
 
 
+def test_a_deadline_that_cannot_be_enforced(db_url):
+    """Whoever comes back too late does not commit, and it counts, watchdog or not."""
+    running = Running(db_url, concurrency=1)
+    name = running.url.database
+    running.execute(f"alter database {name} set search_path = public, pg_catalog")
+    running.execute(
+        "create function pg_terminate_backend(int) returns bool language plpgsql"
+        " as $$ begin raise 'not allowed'; end $$"
+    )
+
+    @running.tasks.handler("LATE", max_attempts=2, backoff=0, timeout=TIMEOUT)
+    def late(session, params):
+        session.execute(text("insert into mark values (1)"))
+        time.sleep(2 * TIMEOUT)
+
+    with running:
+        running.enqueue("LATE")
+        running.until(lambda: [("LATE", 2, "failed")] == running.dead())
+    assert ([], ["task.timeout"] * 2) == (running.marks(), running.told("task.timeout"))
+    assert "timed out after 0.2 s" in running.rows("select last_error from dead_task")[0][0]
+
+
 def test_a_handler_within_its_time(db_url):
     """A deadline that is not reached does nothing, also not later."""
     running = Running(db_url, drain=True)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from typing import Any
 
 import pytest
 from faces import committed
 from own_models import Usr, create_all
-from sqlalchemy import Engine, Text, cast, create_engine, event, func, select, text
+from sqlalchemy import (
+    Delete,
+    Engine,
+    Insert,
+    Text,
+    Update,
+    cast,
+    create_engine,
+    event,
+    func,
+    select,
+    text,
+)
 from sqlalchemy.orm import sessionmaker
 
 from pgtask_sa import ConfigurationError, EnqueueError, Task, TaskSession
@@ -190,3 +203,68 @@ def test_a_plain_sql_insert_is_a_task(engine: Engine) -> None:
         ticket = connection.scalar(select(cast(Task.ticket, Text)))
     assert committed(engine) == [("A", {"a": 1})]
     assert 0 <= float(ticket) < 1
+
+
+@pytest.fixture
+def routed(engine: Engine, db_url: str) -> Any:
+    """Sessions that send reads to a replica, by the pattern in SQLAlchemy's documentation."""
+    create_all(engine)
+    read_only = {"options": "-c default_transaction_read_only=on"}
+    follower = create_engine(db_url, connect_args=read_only)
+
+    class RoutingSession(TaskSession):
+        def get_bind(self, mapper=None, clause=None, **kw):
+            is_write = self._flushing or isinstance(clause, (Update, Delete, Insert))
+            return engine if is_write else follower
+
+    yield sessionmaker(class_=RoutingSession)
+    follower.dispose()
+
+
+@pytest.mark.parametrize(
+    "enqueue",
+    [
+        lambda session: session.enqueue("A"),
+        lambda session: session.enqueue("A", dict),
+        lambda session: session.enqueue("A", coalesce=True),
+        lambda session: session.enqueue_many("A", [{}]),
+    ],
+    ids=["plain", "callable", "coalesce", "many"],
+)
+def test_routing_sessions_write_tasks_where_they_write(
+    routed: Any, engine: Engine, enqueue: Any
+) -> None:
+    """An enqueue is a write, also where it is no flush."""
+    with routed() as session:
+        session.add(Usr())
+        enqueue(session)
+        session.commit()
+
+    assert committed(engine) == [("A", {})]
+
+
+def test_routing_sessions_load_what_the_server_chose(routed: Any) -> None:
+    """The replica does not have the row, which is not even committed."""
+    with routed() as session:
+        task = session.enqueue("A", delay=60)
+        session.commit()
+
+    assert task.run_at > task.created_at
+
+
+def _to_another(session: Any, task: Any) -> Any:
+    session.expunge(task)
+    return task
+
+
+@pytest.mark.parametrize("copied", [_to_another, lambda _, task: pickle.loads(pickle.dumps(task))])
+def test_callable_params_do_not_travel(maker: Any, engine: Engine, copied: Any) -> None:
+    """Another session does not know the callable, and must not write ``{}``."""
+    with maker() as session, maker() as other:
+        task = copied(session, session.enqueue("A", lambda: {"usr_id": 1}))
+        assert task.params == {}
+        other.add(task)
+        with pytest.raises(EnqueueError, match="which only that session can evaluate"):
+            other.commit()
+
+    assert committed(engine) == []

@@ -288,4 +288,4 @@ def test_an_error_queue_that_refuses_the_task(sweeper: Sweeper):
     sweeper.enqueue()
     sweeper.drain()
     assert ([], [("A", 1)], []) == (sweeper.marks(), sweeper.waiting(), sweeper.dead())
-    assert ["bury.failed"] == sweeper.told("bury.failed")
+    assert ["settle.refused"] == sweeper.told("settle.refused")

@@ -337,7 +337,7 @@ def test_stop_now_frees_the_row_at_once(db_url, body):
         running.worker.stop(now=True)
         assert 3 == running.wait(5)
         free = "select attempts from task for update skip locked"
-        running.until(lambda: [(0,)] == running.rows(free), timeout=1)
+        running.until(lambda: [(0,)] == running.rows(free), timeout=3)
         release.set()
     running.until(lambda: [] == [t for t in threading.enumerate() if "pgtask-lane" in t.name])
     assert ([], [(0,)]) == (running.marks(), running.rows("select attempts from task"))

@@ -21,13 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sqlalchemy import Connection, Table, text
 from sqlalchemy.dialects import postgresql
 
-from pgtask_sa.mapping import (
-    STORAGE,
-    TaskBase,
-    create_wakeup_sql,
-    drop_wakeup_sql,
-    wakeup_name,
-)
+from pgtask_sa.mapping import STORAGE, TaskBase, is_partitioned
+from pgtask_sa.triggers import create_wakeup_sql, drop_wakeup_sql, wakeup_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -153,7 +148,7 @@ def _new_table(table: Table) -> list[_Change]:
     create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
     (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
     # what the mapping names itself is part of Alembic's own create_table
-    rest = {key: value for key, value in STORAGE.items() if key not in _mapped_storage(table)}
+    rest = {k: v for k, v in _wanted_storage(table).items() if k not in _mapped_storage(table)}
     changes = [_Change(_set(table, rest))] if rest else []
     return [*changes, _Change(create_function, drop_function), _Change(create_trigger)]
 
@@ -188,7 +183,7 @@ def _wakeup_changes(table: Table, found: list[_Trigger]) -> list[_Change]:
 
 
 def _storage_changes(table: Table, found: Mapping[str, str]) -> list[_Change]:
-    wanted = {**STORAGE, **_mapped_storage(table)}
+    wanted = _wanted_storage(table)
     missing = {key: value for key, value in wanted.items() if key not in found}
     wrong = {k: v for k, v in wanted.items() if k in found and not _equal(found[k], v)}
     changes = []
@@ -198,6 +193,10 @@ def _storage_changes(table: Table, found: Mapping[str, str]) -> list[_Change]:
         old = {key: found[key] for key in wrong}
         changes.append(_Change(_set(table, wrong), _set(table, old)))
     return changes
+
+
+def _wanted_storage(table: Table) -> Mapping[str, Any]:
+    return {} if is_partitioned(table) else {**STORAGE, **_mapped_storage(table)}
 
 
 def _mapped_storage(table: Table) -> Mapping[str, Any]:
@@ -241,7 +240,17 @@ def _leave_standalone_tables(
         if not isinstance(operation, (DropTableOp, ModifyTableOps))
         or (operation.schema, operation.table_name) not in ours
     ]
+    _forget_our_marks(upgrade_ops)
     return PriorityDispatchResult.CONTINUE
+
+
+def _forget_our_marks(upgrade_ops: UpgradeOps) -> None:
+    """Keep out of migrations by which our mapping knows its tables."""
+    from alembic.operations.ops import CreateTableOp  # noqa: PLC0415 - see the top
+
+    for operation in upgrade_ops.ops:
+        if isinstance(operation, CreateTableOp):
+            operation.info = {k: v for k, v in operation.info.items() if k != "pgtask"}
 
 
 # -- looking at the database -----------------------------------------------------------------------

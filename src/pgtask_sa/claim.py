@@ -86,6 +86,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.rows import whole_row
 
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Now: TypeAlias = "ColumnElement[Any]"
@@ -110,13 +111,13 @@ def server_now() -> Now:
 
 
 def claim_columns(table: Table) -> list[ColumnElement[Any]]:
-    """List what a claim returns: all that is needed to put a failed task back whole.
+    """List what a claim returns: what the worker reads, and the whole row to put back if it fails.
 
     The type comes as text, so that a label which this program's enum does not know cannot hurt.
-    JSON params come as text too: a task that is put back is the same to the last digit. What only
-    the table needs, ``run_at`` and ``ticket``, stays there.
+    JSON params come as text too, to be decoded where the failure to do so is the task's own.
     """
-    return [_returned(c) for c in table.columns if c.name not in ("run_at", "ticket")]
+    read = [_returned(c) for c in table.columns if c.name not in ("run_at", "ticket")]
+    return [*read, whole_row(table)]
 
 
 def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -253,7 +254,7 @@ def _announce(table: Table) -> ColumnElement[Any]:
     c = table.c
     name = func.concat(_text(f"{APPLICATION_NAME} "), c.task_id, _text(" "), c.task_type)
     shown = func.left(name, literal_column("63", Integer))
-    return func.set_config(_text("application_name"), shown, true()).label("announced")
+    return func.set_config(_text("application_name"), shown, true()).label("pgtask_announced")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
 
 def _type_and_limit(add: Any) -> None:
-    add("--type", help="only tasks of this type")
+    add("--type", type=_text, help="only tasks of this type")
     add("--limit", type=_count, default=20, metavar="N", help="at most so many (20)")
 
 
@@ -54,7 +54,7 @@ def _dead_options(add: Any) -> None:
 
 def _requeue_options(add: Any) -> None:
     add("ids", nargs="*", type=_task_id, metavar="ID", help="numbers of dead tasks")
-    add("--type", help="all dead tasks of this type")
+    add("--type", type=_text, help="all dead tasks of this type")
     add("--all", action="store_true", help="all dead tasks")
 
 
@@ -120,6 +120,14 @@ WORKER = "Run tasks; the same as python -m pgtask_sa.worker."
 
 def _count(text: str) -> int:
     return _integer(text, 1, 1_000_000)
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()  # bytes of a terminal that does not speak UTF-8
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"is not UTF-8: {text!a}") from None
+    return text
 
 
 def _task_id(text: str) -> int:

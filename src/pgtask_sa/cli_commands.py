@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Engine, NullPool, Table, create_engine
+from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine
 
 from pgtask_sa import cli_output as out
 from pgtask_sa import migrations, reports, statements
 from pgtask_sa.engines import CONNECT_ARGS, given_url
 from pgtask_sa.enqueue import TaskSession
-from pgtask_sa.errors import EnqueueError
+from pgtask_sa.errors import ConfigurationError, EnqueueError
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
 from pgtask_sa.mapping import Task, dead_task_class, task_label, task_table
@@ -39,7 +39,7 @@ class Place:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.json: bool = arguments.json
-        self.url = given_url(arguments.database_url)
+        self.url = _database_url(arguments.database_url)
         target = getattr(arguments, "registry", None) or getattr(arguments, "tasks", None)
         self.registry = load_registry(target) if target else None
         self.task_class: type[Any] = self.registry.task_class if self.registry else Task
@@ -64,6 +64,17 @@ class Place:
         params = row["params"]
         decoded = out.from_json(params) if statements.is_json(self.table) else params
         return {**row, "params": decoded}
+
+
+def _database_url(option: str | None) -> URL:
+    try:
+        return given_url(option)
+    except ConfigurationError:
+        raise
+    except ValueError:  # of a port that is no number
+        # not the URL itself: it may hold a password
+        problem = "the database URL cannot be read; is the port a number?"
+        raise ConfigurationError(problem) from None
 
 
 def migrate(place: Place) -> int:
@@ -254,8 +265,10 @@ def _read_params(text: str) -> dict[str, Any]:
     text = sys.stdin.read() if text == "-" else text
     try:
         params = json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise Usage(f"PARAMS_JSON is not JSON: {error}") from None
+    except RecursionError:
+        raise Usage("PARAMS_JSON is nested too deeply") from None
     if not isinstance(params, dict):
         raise Usage(f"PARAMS_JSON must be an object such as '{{\"usr_id\": 1}}', got {text[:80]}")
     return params

@@ -103,6 +103,8 @@ class Crew:
         )
         self.lanes: list[SyncLane] = []
         self.loop = LoopThread(self.shared, plan.url, self.counts.get("async", 0))
+        self.loop.on_death = self._loop_died
+        self.failed = False
 
     def _settler(self, connection: Connection) -> Settler:
         return Settler(connection, self.plan.tables, self.plan.handlers, self.plan.events)
@@ -147,6 +149,19 @@ class Crew:
             return
         lane.abandoned = True
         self._add_lane()
+
+    def _loop_died(self, error: BaseException) -> None:
+        """Stop the worker: a process without its async lanes looks alive, and is not."""
+        self.failed = True
+        self.plan.events.emit(
+            "loop.died",
+            f"the event loop of the async handlers has ended: {error!r}; the worker stops",
+            level=logging.CRITICAL,
+        )
+        self.stopping.set()
+        self.loop.give_up()
+        self._fence()  # nobody can roll back any more on what is still open
+        self.stop()
 
     def close(self) -> None:
         """Stop claiming: wake all who sleep, so that they can leave."""
@@ -236,6 +251,7 @@ class LoopThread(threading.Thread):
         self.count = count
         self.lanes: list[AsyncLane] = []
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.on_death: Callable[[BaseException], object] = lambda _error: None
         self._running = count
 
     def run(self) -> None:
@@ -243,9 +259,34 @@ class LoopThread(threading.Thread):
         # psycopg cannot work with the loop that is the default on Windows
         loop = asyncio.SelectorEventLoop() if sys.platform == "win32" else asyncio.new_event_loop()
         try:
-            loop.run_until_complete(self._main())
+            self._run_to_end(loop)
+        except BaseException as error:  # noqa: BLE001 - whatever it is, somebody must hear of it
+            self.on_death(error)
         finally:
             loop.close()
+
+    def _run_to_end(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the loop on when a handler stops it.
+
+        asyncio lets SystemExit and KeyboardInterrupt of any task out of the loop, after it has
+        handed them to whoever awaits that task. So the handler fails as with any other error, if
+        only the loop goes on.
+        """
+        main = loop.create_task(self._main())
+        while not (main.done() or loop.is_closed()):
+            try:
+                loop.run_until_complete(main)
+            except BaseException as error:  # noqa: BLE001
+                if not main.done():
+                    self._tell(error)
+        main.result()
+
+    def _tell(self, error: BaseException) -> None:
+        self.shared.events.emit(
+            "loop.interrupted",
+            f"something in an async handler stopped the event loop, which goes on: {error!r}",
+            level=logging.ERROR,
+        )
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -256,6 +297,16 @@ class LoopThread(threading.Thread):
             await asyncio.wait([task])
             self._running -= 1
         await engine.dispose()
+
+    def give_up(self) -> None:
+        """Let the lanes end on a loop that nobody runs any more; call it in the loop's thread."""
+        left = [lane.task for lane in self.lanes if lane.task is not None and not lane.task.done()]
+        if not left or self.loop is None or self.loop.is_closed():
+            return
+        for lane in self.lanes:
+            lane.cut()
+        with suppress(BaseException):
+            self.loop.run_until_complete(asyncio.wait(left, timeout=1.0))
 
     def busy(self) -> int:
         """Count the lanes that have not ended yet."""

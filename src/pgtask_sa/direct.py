@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, select
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import make_transient_to_detached
 
 from pgtask_sa import insert_statements as statements
 from pgtask_sa.errors import DuplicateTask, EnqueueBlocked, EnqueueError
+from pgtask_sa.intake import task_connection
 from pgtask_sa.retry import Seconds, as_seconds
 
 if TYPE_CHECKING:
@@ -28,11 +30,12 @@ if TYPE_CHECKING:
     from pgtask_sa.intake import Target
 
 LOCK_NOT_AVAILABLE = "55P03"
+MAX_TYPED_ROWS = 1000  # each is a bind parameter, of which a statement has 32,767 at most
 
 
 def _connection(session: Session, task_class: type[Any]) -> Connection:
     """Return the connection that the session uses for tasks, ready for inserts."""
-    connection = session.connection(bind_arguments={"mapper": task_class})
+    connection = task_connection(session, task_class)
     if session.twophase:
         connection.execute(statements.silence_wakeup())
     return connection
@@ -44,27 +47,28 @@ def write_coalesced(session: Session, new: NewTask, timeout: Seconds) -> Any | N
     if not connection.scalar(statements.lock_key(new, wait=False)):
         with bounded_wait(connection, timeout, new.label):
             connection.execute(statements.lock_key(new, wait=True))
-    return _insert(session, new, statements.insert_unless_waiting(new))
+    return _insert(connection, new, statements.insert_unless_waiting(new))
 
 
 def write_unique(session: Session, new: NewTask, rule: str, timeout: Seconds) -> Any | None:
     """Insert a task into a unique table; return None, or raise, when an equal one is there."""
     connection = _connection(session, new.task_class)
     with bounded_wait(connection, timeout, new.label):
-        task = _insert(session, new, statements.insert_one(new).on_conflict_do_nothing())
+        task = _insert(connection, new, statements.insert_one(new).on_conflict_do_nothing())
     if task is None and rule == "raise":
         raise DuplicateTask(f"an equal task of type {new.label!r} is waiting already")
     return task
 
 
-def _insert(session: Session, new: NewTask, statement: Insert) -> Any | None:
-    # What there was to flush is flushed, before the savepoint: in it, a rollback would undo the
-    # caller's rows.
-    with session.no_autoflush:
-        returning = statements.returning_all(statement, new.task_class)
-        task = session.scalars(returning).one_or_none()
-    if task is not None:
-        session.expunge(task)
+def _insert(connection: Connection, new: NewTask, statement: Insert) -> Any | None:
+    """Run an insert; return what it wrote as an object that belongs to no session."""
+    returning = statement.returning(*statements.all_columns(new.task_class))
+    row = connection.execute(returning).mappings().one_or_none()
+    if row is None:
+        return None
+    task = new.task_class.__mapper__.class_manager.new_instance()
+    statements.fill_in(task, row)
+    make_transient_to_detached(task)
     return task
 
 
@@ -110,6 +114,8 @@ def write_many(
     timeout: Seconds,
 ) -> int:
     """Insert many tasks, one statement per batch; return how many rows were written."""
+    if statements.has_own_params_type(template.task_class):
+        batch_size = min(batch_size, MAX_TYPED_ROWS)
     batches = _batches(target, params, batch_size, in_order=unique)
     connection = _connection(session, template.task_class)
     written = 0

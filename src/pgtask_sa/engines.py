@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from psycopg import pq
 from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
@@ -13,6 +14,7 @@ from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.ground import guard_driver, watch_errors
 
 DRIVER = "postgresql+psycopg"
+LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too
 
 CONNECT_ARGS = {
     # a connection that died silently (a cable, a firewall) is noticed in about half a minute
@@ -28,6 +30,8 @@ CONNECT_ARGS = {
 # A server process does not look at its socket while it runs a query. With this it notices within
 # half a second that its worker was killed, and gives the row back.
 CHECK_CLIENT = "set client_connection_check_interval = '500ms'"
+# Of the other styles, which a role or a database may have, psycopg reads no timestamps.
+DATE_STYLE = "set datestyle = 'ISO'"
 
 
 def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
@@ -48,7 +52,23 @@ def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
         raise ConfigurationError(f"not a database URL: {error}") from error
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigurationError(f"a Postgres database is needed, not {url.get_backend_name()!r}")
-    return url.set(drivername=DRIVER)
+    driver = url.drivername.partition("+")[2]
+    query = url.query if driver in LIBPQ_DRIVERS else libpq_query(url)
+    return url.set(drivername=DRIVER, query=query)
+
+
+def libpq_query(url: URL) -> dict[str, Any]:
+    """Keep what libpq understands of the options that were meant for another driver.
+
+    Example:
+        >>> libpq_query(make_url("postgresql+asyncpg://db/app?ssl=prefer&command_timeout=5"))
+        {'sslmode': 'prefer'}
+    """
+    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
+    query = dict(url.query)
+    if "ssl" in query:  # asyncpg's name for it
+        query.setdefault("sslmode", query["ssl"])
+    return {key: value for key, value in query.items() if key in known}
 
 
 def given_url(option: str | None) -> URL:
@@ -97,11 +117,20 @@ def _prepare(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def _prepare_connection(dbapi_connection: Any, record: Any) -> None:
         guard_driver(getattr(dbapi_connection, "driver_connection", dbapi_connection), record.info)
-        cursor = dbapi_connection.cursor()
-        try:
-            cursor.execute(CHECK_CLIENT)
-            dbapi_connection.commit()
-        except Exception:  # noqa: BLE001 - not every platform's server can do it
-            dbapi_connection.rollback()
-        finally:
-            cursor.close()
+        both = f"{CHECK_CLIENT}; {DATE_STYLE}"  # in one round trip
+        if not _set(dbapi_connection, both):  # not every platform's server can check
+            _set(dbapi_connection, CHECK_CLIENT)
+            _set(dbapi_connection, DATE_STYLE)
+
+
+def _set(dbapi_connection: Any, statement: str) -> bool:
+    cursor = dbapi_connection.cursor()
+    try:
+        cursor.execute(statement)
+        dbapi_connection.commit()
+    except Exception:  # noqa: BLE001 - what matters will come back at the first claim
+        dbapi_connection.rollback()
+        return False
+    finally:
+        cursor.close()
+    return True

@@ -207,7 +207,8 @@ class EnqueueMixin(_Base):
                 that one is then held until this transaction ends, so it is sure to see what it
                 wrote. A task that runs does not count. Equal means equal types, and params equal
                 as ``jsonb``: 1 equals 1.0, the order of keys does not matter. When the task that
-                waits is due makes no difference.
+                waits is due makes no difference. Under REPEATABLE READ or stricter this
+                transaction does not see what was committed after its start: two may wait then.
             on_conflict: on a table with the unique constraint only: ``"skip"`` (the default
                 there) adds nothing if there is an equal task, ``"raise"`` raises.
             task_class: mapped task class; by default the handler's, else the session's.

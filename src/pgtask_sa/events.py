@@ -47,7 +47,7 @@ class Events:
     """
 
     def __init__(self, listeners: list[Listener] | None = None) -> None:
-        self.listeners = listeners or []
+        self.listeners = [] if listeners is None else listeners  # the caller may still add some
 
     def wants(self, level: int) -> bool:
         """Say whether anybody would notice an event; spares a busy worker the making of it."""

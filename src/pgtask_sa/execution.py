@@ -34,9 +34,9 @@ from pgtask_sa.claim import REPLAN, Claimer
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlstate
-from pgtask_sa.ground import Ground
+from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler, TaskView
-from pgtask_sa.retry import Policy, Verdict, decide
+from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost
 
 MAX_BLAMELESS = 20
@@ -131,6 +131,9 @@ class Execution:
             raise
         if self._commit(transaction, batch):
             self.on_commit()
+            if self.ground.moved:  # settings that the next task must not meet
+                self.ground.moved = False
+                self.connection.invalidate()
             for report in finished:
                 self.settler.tell(*report)
         return len(batch)
@@ -176,14 +179,18 @@ class Execution:
             except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
                 error = raised
             status = self.ground.status()
-        closed = self._close(session)
+        if status == TransactionStatus.ACTIVE:
+            self.connection.invalidate()  # to end the session on it would wait for ever
+        trouble = self._close(session)
         if self.cut:
             raise Stopped from error
         if self.expired is claimed:
             raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
         if status in LOST or not self._transaction.is_active:
             raise TransactionLost(claimed, error, ended=status != TransactionStatus.UNKNOWN)
-        if not closed or status == TransactionStatus.ACTIVE:
+        if sqlstate(trouble) in NO_SAVEPOINT:  # gone with a transaction that the handler ended
+            raise TransactionLost(claimed, error or TaskFailed(ENDED), ended=True, dirty=True)
+        if trouble is not None or status == TransactionStatus.ACTIVE:
             raise TransactionLost(claimed, error or TaskFailed(IN_USE), dirty=True)
         return error
 
@@ -197,6 +204,8 @@ class Execution:
             raise TaskFailed(f"the handler swallowed a database error: {what}") from cause
         if status in LOST:
             return
+        if status == TransactionStatus.ACTIVE:
+            raise TaskFailed(IN_USE)
         if session.in_transaction():
             session.commit()
         self.ground.keep(check=self._alone and self._checks)
@@ -218,16 +227,16 @@ class Execution:
             columns=columns,
         )
 
-    def _close(self, session: Session) -> bool:
-        """End the session for good; False if something of the handler still works with it."""
+    def _close(self, session: Session) -> Exception | None:
+        """End the session for good; return the error if something is amiss with it."""
         try:
             session.close()
         except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
             self.events.emit("session.close", f"not closed: {error!r}", level=logging.DEBUG)
-            return False
+            return error
         finally:
             session.bind = None  # a handler that kept it cannot write into the next one's work
-        return True
+        return None
 
     # -- what became of it -------------------------------------------------------------------
 
@@ -240,11 +249,9 @@ class Execution:
         except psycopg.Error as gone:
             # the savepoint went with a transaction that was ended, unless the connection died
             raise TransactionLost(claimed, error, ended=sqlstate(gone) in NO_SAVEPOINT) from gone
-        verdict = decide(
-            error, claimed.attempts, policy, blameless=self._is_blameless(claimed, error)
-        )
-        self.settler.write(claimed, verdict, error)
-        return verdict
+        blameless = self._is_blameless(claimed, error)
+        verdict = self.settler.judge(claimed, error, policy, blameless=blameless)
+        return self.settler.write(claimed, verdict, error)
 
     def _is_blameless(self, claimed: Claimed, error: BaseException) -> bool:
         """Say whether our own database is to blame; bounded, lest a task come back for ever."""
@@ -316,9 +323,8 @@ class Execution:
         """Note that a lost transaction is the task's fault, unless it is not."""
         if lost.claimed is self.settled:
             return  # whoever enforced the deadline has counted the attempt
-        innocent = not lost.ended and (
-            lost.error is None or any(is_blameless(link) for link in chain(lost.error))
-        )
+        cause = lost.error or self.ground.trouble()
+        innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
         if innocent and self._bear(lost.claimed):
             self.events.emit(
                 "transaction.lost",
@@ -350,6 +356,8 @@ class Execution:
                 self.events.emit(
                     "settle.failed", f"{self.owed[0]}: {headline(error)}", level=logging.CRITICAL
                 )
+                self.owed.pop(0)
+                raise  # the task is free, and uncounted: at least its lane takes a rest
             self.owed.pop(0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import sqlalchemy
@@ -37,10 +38,18 @@ def sqlstate(error: BaseException | None) -> str | None:
     """
     origin = error.orig if isinstance(error, DBAPIError) else error
     for name in ("sqlstate", "pgcode"):
-        code = getattr(origin, name, None)
+        code = _attribute(origin, name)
         if isinstance(code, str):
             return code
     return None
+
+
+def _attribute(thing: object, name: str) -> Any:
+    """Read an attribute of somebody's exception, whose code may raise anything at all."""
+    try:
+        return getattr(thing, name, None)
+    except Exception:  # noqa: BLE001
+        return None
 
 
 def is_blameless(error: BaseException | None) -> bool:
@@ -58,7 +67,8 @@ def is_blameless(error: BaseException | None) -> bool:
         return code.startswith(BLAMELESS)
     # no code: the driver itself found the connection dead, or could not make one
     lost = isinstance(error, DBAPIError) and error.connection_invalidated
-    return lost or isinstance(getattr(error, "orig", error), psycopg.OperationalError)
+    origin = error.orig if isinstance(error, DBAPIError) else error
+    return lost or isinstance(origin, psycopg.OperationalError)
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -78,7 +88,7 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def comes_from(error: BaseException | None, trouble: BaseException) -> bool:
     """Say whether a handler's error was raised on account of that database error."""
-    return any(link is trouble or getattr(link, "orig", None) is trouble for link in chain(error))
+    return any(link is trouble or _attribute(link, "orig") is trouble for link in chain(error))
 
 
 def describe(error: BaseException, *, ascii_only: bool = False) -> str:
@@ -112,12 +122,12 @@ def headline(error: BaseException) -> str:
 
 def _message(error: BaseException) -> str:
     origin = error.orig if isinstance(error, StatementError) else error
-    primary = getattr(getattr(origin, "diag", None), "message_primary", None)
+    primary = _attribute(_attribute(origin, "diag"), "message_primary")
     if isinstance(primary, str):
         return primary
     try:
         return str(origin)
-    except Exception as broken:  # noqa: BLE001 - an error whose text fails must not win
+    except (Exception, SystemExit) as broken:  # noqa: BLE001 - it must not win
         return f"(its message cannot be rendered: {type(broken).__name__})"
 
 

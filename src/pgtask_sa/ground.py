@@ -30,6 +30,14 @@ ENDS_TRANSACTION = re.compile(
     r"|prepare\s+transaction)\b",
     re.IGNORECASE,
 )
+# What outlives the transaction, and would meet the lane's next task; and what outlives the handler.
+SETS_SESSION = re.compile(
+    r"\s*(set(?!\s+(local|transaction|constraints)\b)|reset|discard|listen|prepare(?!\s+transaction)"
+    r"|create\s+((local|global)\s+)?temp)\b",
+    re.IGNORECASE,
+)
+SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
+AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
 
@@ -44,9 +52,15 @@ def watch_errors(engine: Engine) -> None:
 
 
 def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
-    """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs."""
+    """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs.
+
+    And open the savepoint for a handler that goes to the (sync) driver without its session.
+    """
     for name in ("commit", "rollback"):
         setattr(driver, name, _guarded(getattr(driver, name), info))
+    if not inspect.iscoroutinefunction(driver.commit):
+        for name in ("cursor", "transaction"):
+            setattr(driver, name, _standing(getattr(driver, name), info))
 
 
 def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Callable[[], Any]:
@@ -61,6 +75,16 @@ def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Calla
     return awaited if inspect.iscoroutinefunction(method) else sync
 
 
+def _standing(method: Callable[..., Any], info: MutableMapping[Any, Any]) -> Callable[..., Any]:
+    def opened(*args: Any, **kw: Any) -> Any:
+        ground: Ground | None = info.get(ARMED)
+        if ground is not None:
+            ground.stand()
+        return method(*args, **kw)
+
+    return opened
+
+
 class Ground:
     """Watches one connection on behalf of the handler that is running on it."""
 
@@ -68,6 +92,9 @@ class Ground:
         self.connection = connection
         self.armed = False
         self.open = False
+        self.moved = False  # the handler changed the session's settings
+        self.shifted = False  # or the transaction's
+        self._info: MutableMapping[Any, Any] = {}
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.listen(connection, name, getattr(self, f"_{name}"))
         # The events come too late to leave SQLAlchemy's own transaction as it was.
@@ -76,10 +103,10 @@ class Ground:
 
     def __enter__(self) -> Self:
         """Stand guard while a handler runs."""
-        self.armed, self.open = True, False
+        self.armed, self.open, self.shifted = True, False, False
         self._info = self.connection.info
         self._info.pop(TROUBLE, None)
-        self._info[ARMED] = True
+        self._info[ARMED] = self
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,9 +136,22 @@ class Ground:
             return
         if ENDS_TRANSACTION.match(statement) or self.status() == TransactionStatus.IDLE:
             raise TaskFailed(ENDED)
-        if not self.open:
+        self.stand()
+        if SETS_SESSION.match(statement) or "set_config" in statement:
+            self.moved = self.shifted = True
+        elif SETS_LOCAL.match(statement):
+            self.shifted = True
+
+    def stand(self) -> None:
+        """Open the savepoint, unless it is open."""
+        if self.open:
+            return
+        self.open = True  # first: its own cursor comes by here again
+        try:
             self._execute(f"SAVEPOINT {SAVEPOINT}")
-            self.open = True
+        except BaseException:
+            self.open = False
+            raise
 
     def _commit(self, _conn: Connection) -> None:
         if self.armed:
@@ -134,6 +174,9 @@ class Ground:
         if not self.open:
             return
         release = f"RELEASE SAVEPOINT {SAVEPOINT}"
+        if self.shifted:
+            for statement in AS_BEFORE:  # the next of the batch, and our own statements
+                self._execute(statement)
         if check:
             self._execute_both("SET CONSTRAINTS ALL IMMEDIATE", release)
         else:
@@ -146,7 +189,7 @@ class Ground:
         try:
             cursor.execute(statement)
         except psycopg.Error as error:
-            self.connection.info[TROUBLE] = error
+            self._info[TROUBLE] = error
             raise
         finally:
             cursor.close()
@@ -161,7 +204,7 @@ class Ground:
             else:
                 dbapi.execute(both, prepare=False)
         except psycopg.Error as error:
-            self.connection.info[TROUBLE] = error
+            self._info[TROUBLE] = error
             raise
 
     def status(self) -> TransactionStatus:
@@ -174,7 +217,5 @@ class Ground:
 
     def trouble(self) -> BaseException | None:
         """Return the last database error on this connection since the handler began."""
-        if self.connection.closed or self.connection.invalidated:
-            return None
-        found: BaseException | None = self.connection.info.get(TROUBLE)
+        found: BaseException | None = self._info.get(TROUBLE)
         return found

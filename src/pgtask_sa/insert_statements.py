@@ -16,6 +16,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     ClauseElement,
+    Column,
     ColumnElement,
     DateTime,
     Interval,
@@ -28,9 +29,12 @@ from sqlalchemy import (
     func,
     literal,
     select,
+    values,
 )
 from sqlalchemy.dialects.postgresql import HSTORE, JSONB, array
 from sqlalchemy.dialects.postgresql import insert as pg_insert
+from sqlalchemy.orm.attributes import set_committed_value
+from sqlalchemy.types import NullType
 
 from pgtask_sa.errors import ParamsError
 from pgtask_sa.mapping import LOCK_CLASS, task_table
@@ -40,8 +44,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from sqlalchemy import FromClause, RowMapping
     from sqlalchemy.dialects.postgresql import Insert
-    from sqlalchemy.orm import Mapper
+    from sqlalchemy.orm import ColumnProperty, Mapper
     from sqlalchemy.types import TypeEngine
 
 # A class apart from LOCK_CLASS: there the second key is a table's oid, and a sleeping worker holds
@@ -156,13 +161,31 @@ def insert_batch(new: NewTask, params: list[dict[str, Any]]) -> Insert:
     """Return the insert of many tasks that differ only in their params.
 
     All params travel as one JSON array: one bind parameter whatever the driver, and the fastest
-    way that was measured short of COPY.
+    way that was measured short of COPY. Only where the column's type is the user's own, each is
+    bound through it; `write_many` keeps such batches small.
     """
+    batch = _typed_rows(new, params) if has_own_params_type(new.task_class) else _json_rows(params)
+    row = _row(new, batch.c.value)
+    if is_hstore(new.task_class) and not has_own_params_type(new.task_class):
+        row["params"] = _hstore_of(batch.c.value)
+    return pg_insert(new.task_class).from_select(list(row), _select(row).select_from(batch))
+
+
+def has_own_params_type(task_class: type[Any]) -> bool:
+    """Whether params pass through a `TypeDecorator` of the user's, which may encrypt them, say."""
+    return isinstance(task_table(task_class).c.params.type, TypeDecorator)
+
+
+def _json_rows(params: list[dict[str, Any]]) -> FromClause:
     texts = literal(json.dumps(params, ensure_ascii=False), Text)
     elements = func.jsonb_array_elements(cast(texts, JSONB))
-    batch = elements.table_valued(column("value", JSONB), name="batch")
-    row = _row(new, _hstore_of(batch.c.value) if is_hstore(new.task_class) else batch.c.value)
-    return pg_insert(new.task_class).from_select(list(row), _select(row).select_from(batch))
+    return elements.table_valued(column("value", JSONB), name="batch")
+
+
+def _typed_rows(new: NewTask, params: list[dict[str, Any]]) -> FromClause:
+    rows = [(params_expression(new.task_class, item),) for item in params]
+    # NullType: what was bound through the type must not pass through it again
+    return values(column("value", NullType()), name="batch").data(rows)
 
 
 def silence_wakeup() -> Select[Any]:
@@ -178,21 +201,47 @@ def set_lock_timeout(value: str) -> Select[Any]:
     return select(func.set_config("lock_timeout", value, True))
 
 
-def returning_all(statement: Insert, task_class: type[Any]) -> Any:
-    """Let an insert return the rows it wrote, as objects of the task class."""
-    columns = list(task_table(task_class).c)
-    return select(task_class).from_statement(statement.returning(*columns))
+def any_insert(task_class: type[Any]) -> Insert:
+    """Return an insert to ask a session's ``get_bind()`` with, which tells where tasks go.
+
+    Sessions that route by statement send what is no write to a replica.
+    """
+    return pg_insert(task_table(task_class))
+
+
+def all_columns(task_class: type[Any]) -> list[ColumnElement[Any]]:
+    """Return the columns behind the attributes of a task class, which `fill_in` reads."""
+    mapper: Mapper[Any] = task_class.__mapper__
+    return [c for attribute in mapper.column_attrs for c in _column(attribute)]
+
+
+def fill_in(task: Any, row: RowMapping) -> None:
+    """Give an object the values of its row, as if a query had loaded it.
+
+    A query would look at ``polymorphic_on`` first, and may know no class for this row.
+    """
+    for attribute in task.__mapper__.column_attrs:
+        for source in _column(attribute):
+            set_committed_value(task, attribute.key, row[source])
+
+
+def _column(attribute: ColumnProperty[Any]) -> list[ColumnElement[Any]]:
+    """Return the column behind an attribute; none for an expression (``column_property``)."""
+    return [c for c in attribute.columns[:1] if isinstance(c, Column)]
 
 
 def _row(new: NewTask, params: ColumnElement[Any]) -> dict[str, ColumnElement[Any]]:
     """Return the expressions to insert, by column key."""
     label_type = task_table(new.task_class).c.task_type.type
     row = {"task_type": cast(literal(new.label, Text), label_type), "params": params}
-    values = dict(new.columns)
+    given = dict(new.columns)
     if new.run_at is not None:
-        values["run_at"] = new.run_at
+        given["run_at"] = new.run_at
     mapper: Mapper[Any] = new.task_class.__mapper__
-    for name, value in values.items():
+    kind = mapper.polymorphic_on
+    if isinstance(kind, Column) and mapper.polymorphic_identity is not None:
+        row.setdefault(kind.key, _typed(mapper.polymorphic_identity, kind.type))  # as a flush does
+    for name, value in given.items():
         target = mapper.column_attrs[name].columns[0]
         row[target.key] = _typed(value, target.type)
     return row

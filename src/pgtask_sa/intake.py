@@ -20,11 +20,12 @@ from pgtask_sa.codec import PLAIN, ParamsCodec
 from pgtask_sa.errors import ConfigurationError, EnqueueError, ParamsError
 from pgtask_sa.handlers import handler_of
 from pgtask_sa.insert_statements import NewTask
-from pgtask_sa.mapping import TaskMixin, task_label, task_table, unique_columns
+from pgtask_sa.mapping import TASK_COLUMNS, task_label, task_table, unique_columns
 from pgtask_sa.params import MAX_BYTES, hstore_texts, snapshot_hstore
 from pgtask_sa.retry import Seconds, as_seconds
 
 if TYPE_CHECKING:
+    from sqlalchemy import Connection, Engine
     from sqlalchemy.orm import Session
 
 
@@ -114,14 +115,9 @@ def check_columns(task_class: type[Any], columns: Mapping[str, Any]) -> None:
         )
 
 
-_LIBRARY_COLUMNS = frozenset(
-    name for name in TaskMixin.__annotations__ if not name.startswith("__")
-)
-
-
 def _extra_columns(task_class: type[Any]) -> set[str]:
     keys = {attribute.key for attribute in task_class.__mapper__.column_attrs}
-    return keys - _LIBRARY_COLUMNS
+    return keys - TASK_COLUMNS
 
 
 def make_object(new: NewTask) -> Any:
@@ -161,3 +157,18 @@ def check_usable(session: Session) -> None:
             "the session's transaction has ended or failed, and a task enqueued now would be lost: "
             "enqueue before commit (the before_commit event will do), or after rollback()"
         )
+
+
+def task_connection(session: Session, task_class: type[Any]) -> Connection:
+    """Return the connection to which the session would send an insert of a task."""
+    return session.connection(bind_arguments=_as_insert(task_class))
+
+
+def task_engine(session: Session, task_class: type[Any]) -> Engine:
+    """Return the engine to which the session would send an insert of a task."""
+    return session.get_bind(**_as_insert(task_class)).engine
+
+
+def _as_insert(task_class: type[Any]) -> Any:
+    # With the clause, because a session may route by it: reads to a replica, writes not.
+    return {"mapper": task_class.__mapper__, "clause": statements.any_insert(task_class)}

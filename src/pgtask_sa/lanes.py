@@ -28,7 +28,7 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped, timed_out
-from pgtask_sa.failures import sqlstate
+from pgtask_sa.failures import is_blameless, sqlstate
 from pgtask_sa.handlers import Handler
 from pgtask_sa.roster import Roster
 from pgtask_sa.settle import Claimed, Tables, TransactionLost
@@ -107,10 +107,18 @@ class Trouble:
             self.shared.events.emit(
                 "worker.error", f"unexpected: {error!r}", level=logging.CRITICAL
             )
+        elif self._is_refusal(error):
+            self.shared.health.refused(error)
         elif not self.shared.health.failed(self._plain(error), self.since):
             return random.uniform(0.0, 0.02)  # noqa: S311
         self.pause = min(self.pause * 2, PAUSE[1])
         return self.pause * random.uniform(0.5, 1.0)  # noqa: S311
+
+    @staticmethod
+    def _is_refusal(error: BaseException) -> bool:
+        """Say whether the database works, but not this statement: a trigger, a missing right."""
+        code = sqlstate(error)
+        return code not in (None, UNDEFINED_TABLE) and not is_blameless(error)
 
     def _plain(self, error: BaseException) -> BaseException:
         if sqlstate(error) == UNDEFINED_TABLE:
@@ -217,12 +225,13 @@ async def _outcome(coroutine: Any) -> BaseException | None:
 def _never_again(connection: Connection | None) -> Iterator[None]:
     """Give no connection back to the pool that met an error: the next one may fare better.
 
-    After a failover, say, or when a setting of the database was changed.
+    After a failover, say, or when a setting of the database was changed, or when a handler left a
+    setting of the session behind with which no claim works.
     """
     try:
         yield
     except BaseException:
-        if connection is not None and not connection.closed:
+        if connection is not None and not (connection.closed or connection.invalidated):
             connection.detach()
         raise
 

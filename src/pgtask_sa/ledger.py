@@ -11,16 +11,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sqlalchemy import ARRAY, BigInteger, any_, cast, func, inspect, select
+from sqlalchemy import ARRAY, BigInteger, any_, cast, event, func, inspect, select
 
-from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.insert_statements import silence_wakeup
+from pgtask_sa.errors import ConfigurationError, EnqueueError
+from pgtask_sa.insert_statements import all_columns, fill_in, silence_wakeup
+from pgtask_sa.intake import task_connection, task_engine
+from pgtask_sa.mapping import TaskMixin, task_table
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.orm import Session, SessionTransaction
 
 Fill: TypeAlias = Callable[[], dict[str, Any]]
+
+
+class Unevaluated(dict[str, Any]):
+    """Stands in the params of a task whose callable has not been called yet.
+
+    Only the session of the enqueue knows the callable. Taken to another one, the task would be
+    written with these.
+    """
+
+
+@event.listens_for(TaskMixin, "before_insert", propagate=True)
+def _refuse_unevaluated(_mapper: Any, _connection: Any, task: Any) -> None:
+    if isinstance(task.params, Unevaluated):
+        raise EnqueueError(
+            f"{task!r} was enqueued with a callable for its params, which only that session can "
+            "evaluate: it was expunged from there, or its savepoint was rolled back. Enqueue it "
+            "again, in the session that is to write it"
+        )
 
 
 class Ledger:
@@ -56,6 +76,7 @@ class Ledger:
         if self._flushing and session.twophase:
             _silence(session, type(task))
         if fill is not None:
+            task.params = Unevaluated()
             self.deferred[task] = fill
         if fill is not None and self._flushing:
             self._late.append(
@@ -133,7 +154,7 @@ class Ledger:
     def note_write(self, session: Session, task_class: type[Any]) -> None:
         """Remember through which engine a task was written."""
         self._same_transaction(session)
-        self._task_engines.add(session.get_bind(mapper=task_class).engine)
+        self._task_engines.add(task_engine(session, task_class))
 
     def check_commit(self, session: Session) -> None:
         """Refuse to commit tasks and other rows through two engines, which is two commits.
@@ -163,8 +184,7 @@ class Ledger:
 
 def _silence(session: Session, task_class: type[Any]) -> None:
     # not session.execute(): that would start a flush
-    connection = session.connection(bind_arguments={"mapper": task_class})
-    connection.execute(silence_wakeup())
+    task_connection(session, task_class).execute(silence_wakeup())
 
 
 def _fill(session: Session, waiting: dict[Any, Fill]) -> None:
@@ -178,12 +198,15 @@ def _load_what_the_server_chose(session: Session, written: list[Any]) -> None:
 
     Later is too late: the object is about to leave the session.
     """
-    stale = [task for task in written if inspect(task).expired_attributes]
-    for task_class in {type(task) for task in stale}:
-        ids = [inspect(task).identity[0] for task in stale if type(task) is task_class]
-        wanted = task_class.task_id == any_(cast(ids, ARRAY(BigInteger)))
-        with session.no_autoflush:
-            session.scalars(select(task_class).where(wanted)).all()
+    stale = {inspect(t).identity[0]: t for t in written if inspect(t).expired_attributes}
+    for task_class in {type(task) for task in stale.values()}:
+        ids = [key for key, task in stale.items() if type(task) is task_class]
+        c = task_table(task_class).c
+        wanted = c.task_id == any_(cast(ids, ARRAY(BigInteger)))
+        query = select(*all_columns(task_class)).where(wanted)
+        # not session.execute(): a session may send a query to a replica, which has no such row
+        for row in task_connection(session, task_class).execute(query).mappings():
+            fill_in(stale[row[c.task_id]], row)
 
 
 def _has_written(connection: Connection) -> bool:

@@ -15,6 +15,7 @@ wake-up trigger are added to whichever table results, and are created and droppe
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping
 from datetime import datetime
@@ -37,14 +38,13 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB, REAL
-from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Mapper, mapped_column
 from sqlalchemy.schema import conv
 
+from pgtask_sa import triggers
 from pgtask_sa.errors import ConfigurationError, EnqueueError
 
-# The first half of our two-integer advisory lock keys ("pgtk"): an application that uses
-# advisory locks of its own, with one bigint or with another class, cannot collide with it.
-LOCK_CLASS = 0x7067746B
+LOCK_CLASS = triggers.LOCK_CLASS
 
 STORAGE: Mapping[str, Any] = {
     # A queue turns over its whole content: the default of 20 % of the table is far too rare.
@@ -53,6 +53,10 @@ STORAGE: Mapping[str, Any] = {
     "autovacuum_analyze_scale_factor": 0.05,
     "autovacuum_vacuum_cost_delay": 0,
 }
+
+
+# Every index holds the type, and an entry of an index takes 2704 bytes at most.
+MAX_LABEL_BYTES = 500
 
 
 class TaskMixin:
@@ -94,8 +98,15 @@ class TaskMixin:
 
     __dead_task__: ClassVar[type[Any] | None] = None
 
+    def __init_subclass__(cls, **kw: Any) -> None:
+        _refuse_dataclass(cls, issubclass(cls, MappedAsDataclass))
+        super().__init_subclass__(**kw)
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.__dict__.get('task_id', '(new)')} {self.task_type}>"
+
+
+TASK_COLUMNS = frozenset(name for name in TaskMixin.__annotations__ if not name.startswith("__"))
 
 
 class DeadTaskMixin:
@@ -136,7 +147,7 @@ class DeadTaskMixin:
 
 def index_name(table: Table, purpose: str) -> str:
     """Name an index of ours: the same under every naming convention, never over 63 bytes."""
-    return conv(f"{table.name[:45]}_{purpose}_idx")
+    return conv(f"{triggers.stem(table.name)}_{purpose}_idx")
 
 
 def _add_indexes(table: Table) -> None:
@@ -151,99 +162,76 @@ def _add_indexes(table: Table) -> None:
     )
 
 
+def is_partitioned(table: Table) -> bool:
+    """Whether a table is partitioned: it keeps no rows, and Postgres refuses storage parameters.
+
+    Those of its partitions are the business of whoever creates them.
+
+    Example:
+        >>> is_partitioned(Task.__table__)
+        False
+    """
+    return bool(table.dialect_options["postgresql"].get("partition_by"))
+
+
 def _set_storage(table: Table, connection: Connection, **_: Any) -> None:
     """Set our storage parameters, where the user's own ``postgresql_with`` names no other value.
 
     By ALTER TABLE, not as an option of the Table: SQLAlchemy 2.0 does not know that option, and a
     migration that was generated under 2.1 would not run there.
     """
+    if is_partitioned(table):
+        return
     chosen = table.dialect_options["postgresql"].get("with") or {}
     ours = [f"{key} = {value}" for key, value in STORAGE.items() if key not in chosen]
     if ours:
-        name = _Quoted(connection, table.name, connection.schema_for_object(table)).table
+        name = triggers.Quoted(connection, table.name, connection.schema_for_object(table)).table
         connection.exec_driver_sql(f"alter table {name} set ({', '.join(ours)})")
-
-
-class _Quoted:
-    """The identifiers that the wake-up trigger of a table needs, quoted."""
-
-    def __init__(self, connection_or_dialect: Any, name: str, schema: str | None) -> None:
-        dialect = getattr(connection_or_dialect, "dialect", connection_or_dialect)
-        quote = dialect.identifier_preparer.quote
-        prefix = f"{quote(schema)}." if schema else ""
-        self.table = prefix + quote(name)
-        self.trigger = quote(wakeup_name(name))
-        self.function = prefix + self.trigger
-
-
-def wakeup_name(table_name: str) -> str:
-    """Name the wake-up trigger of a table, and its function."""
-    return f"{table_name[:45]}_wakeup"
-
-
-def create_wakeup_sql(dialect: Any, name: str, schema: str | None = None) -> list[str]:
-    """Return the statements that create the wake-up trigger of a task table.
-
-    NOTIFY takes one lock for the whole database at commit, so it must be rare. A worker that goes
-    to sleep holds a shared advisory lock; an insert notifies only when it cannot get that lock for
-    itself, which means that somebody is asleep. While workers are busy an insert costs nothing.
-    """
-    q = _Quoted(dialect, name, schema)
-    key = f"{LOCK_CLASS}, tg_relid::int"
-    function = (
-        f"create or replace function {q.function}() returns trigger language plpgsql as $$\n"
-        "begin\n"
-        # a two-phase transaction must not notify: PREPARE would fail. Polling finds its tasks.
-        "  if coalesce(current_setting('pgtask.notify', true), '') = 'off' then\n"
-        "    return null;\n"
-        "  end if;\n"
-        f"  if pg_try_advisory_lock({key}) then\n"
-        f"    perform pg_advisory_unlock({key});\n"
-        "  else\n"
-        "    perform pg_notify('pgtask_' || tg_relid, '');\n"
-        "  end if;\n"
-        "  return null;\n"
-        "end $$"
-    )
-    trigger = (
-        f"create trigger {q.trigger} after insert on {q.table}\n"
-        f"for each statement execute function {q.function}()"
-    )
-    return [function, trigger]
-
-
-def drop_wakeup_sql(dialect: Any, name: str, schema: str | None = None) -> list[str]:
-    """Return the statements that drop the wake-up trigger of a task table; the table may be gone.
-
-    Dropping the function with ``cascade`` takes the trigger along, and only that.
-    """
-    q = _Quoted(dialect, name, schema)
-    return [f"drop function if exists {q.function}() cascade"]
 
 
 def _after_create(table: Table, connection: Connection, **_: Any) -> None:
     schema = connection.schema_for_object(table)
-    for statement in create_wakeup_sql(connection, table.name, schema):
+    for statement in triggers.create_wakeup_sql(connection, table.name, schema):
         connection.exec_driver_sql(statement)
 
 
 def _after_drop(table: Table, connection: Connection, **_: Any) -> None:
     schema = connection.schema_for_object(table)
-    for statement in drop_wakeup_sql(connection, table.name, schema):
+    for statement in triggers.drop_wakeup_sql(connection, table.name, schema):
         connection.exec_driver_sql(statement)
 
 
 @event.listens_for(TaskMixin, "after_mapper_constructed", propagate=True)
-def _complete_table(mapper: Mapper[Any], _class: type[Any]) -> None:
+def _complete_table(mapper: Mapper[Any], kind: type[Any]) -> None:
     """Give the table of a freshly mapped task class what the mixin's columns cannot carry."""
     table = mapper.local_table
+    _refuse_dataclass(kind, dataclasses.is_dataclass(kind))
     if not isinstance(table, Table) or table.info.get("pgtask") is not None:
         return
+    _refuse_incomplete(kind, table)
     table.info["pgtask"] = "task"
     _add_indexes(table)
     event.listen(table, "after_create", _set_storage)
     event.listen(table, "after_create", _after_create)
     event.listen(table, "after_drop", _after_drop)
+
+
+def _refuse_dataclass(kind: type[Any], is_dataclass: bool) -> None:
+    if is_dataclass:
+        raise ConfigurationError(
+            f"{kind.__name__}: a task class cannot be a dataclass, the server fills most of its "
+            "columns. Put it on a Base of its own without MappedAsDataclass, with the same metadata"
+        )
+
+
+def _refuse_incomplete(kind: type[Any], table: Table) -> None:
+    missing = sorted(TASK_COLUMNS - set(table.c.keys()))
+    if missing:
+        raise ConfigurationError(
+            f"{kind.__name__}: its table {table.name} lacks {', '.join(missing)}. The task class "
+            "must have its own table with all columns of a task: a worker claims and deletes one "
+            "row of one table, so joined table inheritance cannot work"
+        )
 
 
 @event.listens_for(DeadTaskMixin, "after_mapper_constructed", propagate=True)
@@ -282,6 +270,16 @@ class DeadTask(DeadTaskMixin, TaskBase):
     __tablename__ = "dead_task"
 
 
+def mapped_table(mapped: type[Any]) -> Any:
+    """Return the table that a class is mapped to, also without declarative; None if it has none.
+
+    Example:
+        >>> mapped_table(DeadTask).name, mapped_table(str)
+        ('dead_task', None)
+    """
+    return getattr(getattr(mapped, "__mapper__", None), "local_table", None)
+
+
 def task_table(task_class: type[Any]) -> Table:
     """Return the table of a task class.
 
@@ -292,7 +290,7 @@ def task_table(task_class: type[Any]) -> Table:
         >>> task_table(Task).name
         'task'
     """
-    table = getattr(task_class, "__table__", None)
+    table = mapped_table(task_class)
     if not isinstance(table, Table) or table.info.get("pgtask") != "task":
         raise ConfigurationError(f"{task_class!r} is not a mapped class with TaskMixin")
     return table
@@ -314,7 +312,7 @@ def dead_task_class(task_class: type[Any]) -> type[Any]:
     if task_class.__dead_task__ is not None:
         named: type[Any] = task_class.__dead_task__
         return named
-    mappers = task_class.registry.mappers
+    mappers = task_class.__mapper__.registry.mappers
     found = [m.class_ for m in mappers if issubclass(m.class_, DeadTaskMixin)]
     if len(found) != 1:
         raise ConfigurationError(
@@ -329,7 +327,8 @@ def task_label(task_class: type[Any], task_type: Any) -> str:
     """Return the text by which the database knows a task type, given as text or as Enum member.
 
     Raises:
-        EnqueueError: it is no text, empty, or not a label of the column's enum.
+        EnqueueError: it is no text, empty, longer than 500 bytes, not a label of the column's
+            enum, or holds what Postgres cannot keep.
 
     Example:
         >>> task_label(Task, "SEND_EMAIL_WELCOME")
@@ -337,12 +336,32 @@ def task_label(task_class: type[Any], task_type: Any) -> str:
     """
     column_type = task_table(task_class).c.task_type.type
     if isinstance(task_type, enum.Enum):
-        return _enum_label(column_type, task_type)
+        return _sound(_enum_label(column_type, task_type))
     if not isinstance(task_type, str) or not task_type:
         raise EnqueueError(f"task_type must be a non-empty string, got {task_type!r}")
     if isinstance(column_type, Enum) and task_type not in column_type.enums:
-        raise EnqueueError(f"task_type {task_type!r} is not a label of {column_type.name}")
-    return task_type
+        raise EnqueueError(f"task_type {_short(task_type)} is not a label of {column_type.name}")
+    return _sound(task_type)
+
+
+def _sound(label: str) -> str:
+    """Refuse here what would fail at the flush, and take the caller's rows along."""
+    if "\0" in label:
+        raise EnqueueError(f"task_type {_short(label)} holds a NUL, which Postgres cannot keep")
+    try:
+        size = len(label.encode())
+    except UnicodeEncodeError:
+        problem = "holds half of a surrogate pair, which is no text"
+        raise EnqueueError(f"task_type {_short(label)} {problem}") from None
+    if size > MAX_LABEL_BYTES:
+        problem = f"has {size:,} bytes, the limit is {MAX_LABEL_BYTES}"
+        raise EnqueueError(f"task_type {_short(label)} {problem}")
+    return label
+
+
+def _short(label: str) -> str:
+    # ascii(): the message must be printable itself
+    return ascii(label if len(label) <= 80 else f"{label[:80]}..")  # noqa: PLR2004
 
 
 def _enum_label(column_type: Any, member: enum.Enum) -> str:

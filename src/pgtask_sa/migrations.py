@@ -25,6 +25,7 @@ from sqlalchemy import URL, Connection, Engine, NullPool, create_engine, make_ur
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 
 from pgtask_sa.autogenerate import VERSION_TABLE, escape
+from pgtask_sa.engines import libpq_query
 from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.mapping import LOCK_CLASS, TaskBase
 from pgtask_sa.retry import Backoff
@@ -223,22 +224,13 @@ def _sync_url(url: str | URL) -> URL:
         named = url.set(drivername=f"postgresql+{driver or 'psycopg'}")
         if not named.get_dialect().is_async:
             return named
-    except (ArgumentError, NoSuchModuleError) as error:
+    except ConfigurationError:
+        raise
+    except (ArgumentError, NoSuchModuleError, ValueError) as error:  # of a port: no number
         # not the URL itself: it may hold a password that could not be told apart
         problem = f"no such driver: {driver}" if isinstance(error, NoSuchModuleError) else None
         raise ConfigurationError(problem or "the database URL cannot be read") from None
-    return named.set(drivername="postgresql+psycopg", query=_libpq_query(named))
-
-
-def _libpq_query(url: URL) -> dict[str, Any]:
-    """Keep what libpq understands of the options that were meant for another driver."""
-    from psycopg import pq  # noqa: PLC0415 - only this needs it
-
-    known = {option.keyword.decode() for option in pq.Conninfo.get_defaults()}
-    query = dict(url.query)
-    if "ssl" in query:  # asyncpg's name for it
-        query.setdefault("sslmode", query["ssl"])
-    return {key: value for key, value in query.items() if key in known}
+    return named.set(drivername="postgresql+psycopg", query=libpq_query(named))
 
 
 def run_environment(context: Any) -> None:

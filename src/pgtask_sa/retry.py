@@ -43,6 +43,8 @@ class Retry(Exception):  # noqa: N818 - raised by handlers as a word of command
         pgtask_sa.retry.Retry: rate limited
     """
 
+    after: Seconds | None = None  # also for a subclass that does not call our __init__
+
     def __init__(self, reason: str = "", *, after: Seconds | None = None) -> None:
         super().__init__(reason)
         self.after = None if after is None else as_seconds(after, "Retry after")
@@ -58,6 +60,8 @@ class Snooze(Exception):  # noqa: N818
         >>> Snooze(timedelta(minutes=5)).delay
         300.0
     """
+
+    delay: Seconds = 60.0
 
     def __init__(self, delay: Seconds) -> None:
         super().__init__(f"snoozed for {delay}")
@@ -202,7 +206,7 @@ def decide(
     if error is None:
         return Verdict("done")
     if isinstance(error, Snooze):
-        return Verdict("retry", attempts, error.delay, "snoozed")
+        return Verdict("retry", attempts, as_seconds(error.delay, "Snooze delay"), "snoozed")
     if isinstance(error, Discard):
         return Verdict("bury", attempts + 1, 0.0, "discarded")
     if blameless:
@@ -213,9 +217,9 @@ def decide(
 
 
 def _delay(error: BaseException, attempt: int, policy: Policy) -> float:
-    if isinstance(error, Retry) and error.after is not None:
-        return error.after
     try:
+        if isinstance(error, Retry) and error.after is not None:
+            return as_seconds(error.after, "Retry after")
         return policy.backoff(attempt)
     except Exception:  # noqa: BLE001 - a user's backoff must not lose the task's failure
         return Backoff().delay(attempt)

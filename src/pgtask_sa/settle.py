@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Connection, RowMapping, Table
-from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
+from sqlalchemy import Connection, Executable, RowMapping, Table
+from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import statements
 from pgtask_sa.claim import claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import describe, headline
+from pgtask_sa.failures import describe, headline, is_blameless
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
 from pgtask_sa.mapping import TaskMixin, dead_task_class, task_table, unique_columns
-from pgtask_sa.retry import Verdict, decide
+from pgtask_sa.retry import Policy, Verdict, decide
+from pgtask_sa.rows import WHOLE_ROW
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class TransactionLost(TaskError):  # noqa: N818
         self.unrun = unrun  # one of the same batch whose turn never came
 
 
+class Unsettled(TaskError):  # noqa: N818
+    """Neither table takes a failed task; the transaction must be rolled back."""
+
+
 class Tables:
     """The two tables of a worker and the statements on them, each built once."""
 
@@ -81,25 +86,33 @@ class Tables:
         self.task: Table = task_table(task_class)
         self.dead: Table = dead_task_class(task_class).__table__
         self.json = statements.is_json(self.task)
-        self.columns = [n for n in statements.stored_columns(self.task) if n != "run_at"]
         mapper = task_class.__mapper__
         self.own_columns: dict[str, str] = {
-            mapper.get_property_by_column(self.task.c[name]).key: name
-            for name in self.columns
-            if name not in _LIBRARY_COLUMNS
+            mapper.get_property_by_column(column).key: column.name
+            for column in self.task.columns
+            if column.name not in _LIBRARY_COLUMNS
         }
-        self.retry = statements.retry(self.task, unique_columns(task_class))
+        self.unique = unique_columns(task_class)
+        self.stored_names = statements.stored_names(self.task)
+        self._retries: dict[tuple[str, ...], Executable] = {}
         self.equal_waiting = statements.equal_waiting(self.task)
         self.bury = statements.bury(self.task, self.dead)
         self.exists = statements.task_exists(self.task)
         self.claim_by_id = claim_by_id(self.task)
         self.claim_by_force = claim_by_force(self.task)
 
+    def retry(self, names: tuple[str, ...]) -> Executable:
+        """Return the statement that puts a row of these columns back."""
+        if names not in self._retries:
+            self._retries[names] = statements.retry(self.task, names, self.unique)
+        return self._retries[names]
+
     def claimed(self, row: RowMapping) -> Claimed:
         """Wrap a row that a claim returned."""
         return Claimed(row, self.json)
 
 
+CUT_OFF = "the connection was lost while the handler ran"
 NOT_BURIED_DELAY = 300.0  # until a task that the error queue refused is tried again
 _LIBRARY_COLUMNS = frozenset(TaskMixin.__annotations__)
 
@@ -130,45 +143,85 @@ class Settler:
         rows = self.connection.execute(self.tables.claim_by_force, key).mappings()
         return [self.tables.claimed(row) for row in rows]
 
-    def write(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> None:
-        """Put a failed task back or bury it, as the verdict says."""
-        values = {name: claimed.values[name] for name in self.tables.columns}
-        values["attempts"] = verdict.attempts
-        if verdict.reason not in ("snoozed", "unrun"):
-            values["last_error"] = describe(error, ascii_only=not self._speaks_utf8())
-        if verdict.action != "bury":
-            self._put_back(values, verdict.delay)
-        elif not self._bury(values, verdict.reason):
-            self._put_back(values, NOT_BURIED_DELAY)
+    @staticmethod
+    def judge(
+        claimed: Claimed, error: BaseException, policy: Policy, *, blameless: bool = False
+    ) -> Verdict:
+        """Decide what an error means; one that cannot even be looked at is a plain failure."""
+        try:
+            return decide(error, claimed.attempts, policy, blameless=blameless)
+        except Exception as broken:  # noqa: BLE001 - odd values in a Retry, say
+            return decide(broken, claimed.attempts, policy)
 
-    def _bury(self, values: dict[str, Any], reason: str) -> bool:
-        """Write to the error queue; False if its table refuses the row."""
+    def write(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> Verdict:
+        """Put a failed task back or bury it, as the verdict says; return what was possible.
+
+        Raises:
+            Unsettled: neither table takes the row.
+        """
+        row = self._row(claimed, verdict, error)
+        if verdict.action == "bury":
+            refused = self._bury(row, verdict.reason)
+            if refused is None:
+                return verdict
+            self._tell_refused(self.tables.dead, claimed, refused, "it stays where it is")
+            verdict = replace(verdict, action="retry", delay=NOT_BURIED_DELAY, reason="not buried")
+            row["pgtask_delay"] = timedelta(seconds=NOT_BURIED_DELAY)
+        refused = self._put_back(claimed, row)
+        if refused is None:
+            return verdict
+        self._tell_refused(self.tables.task, claimed, refused, "it is buried instead")
+        refused = self._bury(row, "not put back")
+        if refused is not None:
+            raise Unsettled(f"neither table takes {claimed}: {headline(refused)}") from refused
+        return replace(verdict, action="bury", reason="not put back")
+
+    def _row(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> dict[str, Any]:
+        last_error = claimed.values["last_error"]
+        if verdict.reason not in ("snoozed", "unrun"):
+            last_error = describe(error, ascii_only=not self._speaks_utf8())
+        return {
+            WHOLE_ROW: claimed.values[WHOLE_ROW],
+            "pgtask_attempts": verdict.attempts,
+            "pgtask_last_error": last_error,
+            "pgtask_delay": timedelta(seconds=verdict.delay),
+        }
+
+    def _bury(self, row: dict[str, Any], reason: str) -> DBAPIError | None:
+        """Write to the error queue; return the error if its table refuses the row."""
+        return self._try(self.tables.bury, {**row, "pgtask_reason": reason})
+
+    def _put_back(self, claimed: Claimed, row: dict[str, Any]) -> DBAPIError | None:
+        """Write to the task table; return the error if it refuses the row."""
+        if claimed.values["coalesce_key"] is not None and self._has_equal(row):
+            return None
+        names = self.connection.execute(self.tables.stored_names).scalars()
+        return self._try(self.tables.retry(tuple(names)), row)
+
+    def _try(self, statement: Executable, row: dict[str, Any]) -> DBAPIError | None:
         savepoint = self.connection.begin_nested()
         try:
-            self.connection.execute(self.tables.bury, {**values, "reason": reason})
-        except (DataError, IntegrityError, ProgrammingError) as refused:
+            self.connection.execute(statement, row)
+        except DBAPIError as refused:
+            if refused.connection_invalidated or is_blameless(refused):
+                raise
             savepoint.rollback()
-            self.events.emit(
-                "bury.failed",
-                f"{self.tables.dead.name} refuses task {values['task_id']}: {headline(refused)}; "
-                f"it stays in {self.tables.task.name}",
-                level=logging.CRITICAL,
-                task_id=values["task_id"],
-            )
-            return False
+            return refused
         savepoint.commit()
-        return True
+        return None
 
-    def _put_back(self, values: dict[str, Any], delay: float) -> None:
-        row = {**values, "delay": timedelta(seconds=delay)}
-        if not self._has_equal(row):
-            self.connection.execute(self.tables.retry, row)
-
-    def _has_equal(self, values: Mapping[str, Any]) -> bool:
+    def _has_equal(self, row: Mapping[str, Any]) -> bool:
         """Say whether a coalesced task may vanish, because an equal one runs soon anyway."""
-        if values["coalesce_key"] is None:
-            return False
-        return self.connection.execute(self.tables.equal_waiting, values).first() is not None
+        return self.connection.execute(self.tables.equal_waiting, row).first() is not None
+
+    def _tell_refused(self, table: Table, claimed: Claimed, refused: DBAPIError, then: str) -> None:
+        self.events.emit(
+            "settle.refused",
+            f"{table.name} refuses {claimed}: {headline(refused)}; {then}",
+            level=logging.CRITICAL,
+            task_id=claimed.task_id,
+            task_type=claimed.task_type,
+        )
 
     def _speaks_utf8(self) -> bool:
         driver: Any = self.connection.connection.driver_connection
@@ -176,7 +229,8 @@ class Settler:
 
     def settle_apart(self, lost: TransactionLost) -> None:
         """Count an attempt whose own transaction was lost, in the transaction open here."""
-        claimed, error = lost.claimed, lost.error or TaskFailed(ENDED)
+        claimed = lost.claimed
+        error = lost.error or TaskFailed(ENDED if lost.ended else CUT_OFF)
         if lost.unrun:
             if not self._is_there(claimed):
                 self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
@@ -187,9 +241,8 @@ class Settler:
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:
         """Count a failed attempt of a task that this transaction has claimed."""
-        verdict = decide(error, claimed.attempts, self.handlers[claimed.task_type].policy)
-        self.write(claimed, verdict, error)
-        self.tell(claimed, verdict, error, seconds)
+        verdict = self.judge(claimed, error, self.handlers[claimed.task_type].policy)
+        self.tell(claimed, self.write(claimed, verdict, error), error, seconds)
 
     def _must_come_back(self, lost: TransactionLost) -> bool:
         """Say whether a row that cannot be claimed was committed away by a handler that failed.
@@ -207,8 +260,9 @@ class Settler:
         self, claimed: Claimed, verdict: Verdict, error: BaseException | None, seconds: float
     ) -> None:
         """Tell the log and the listeners what became of a task."""
-        name = {"done": "task.done", "retry": "task.retry", "bury": "task.buried"}[verdict.action]
-        level = _LEVELS[name]
+        name, level = _EVENTS[verdict.action]
+        if verdict.reason == "snoozed":
+            level = logging.INFO
         if not self.events.wants(level):
             return
         fields: dict[str, Any] = {
@@ -221,11 +275,22 @@ class Settler:
             fields |= {"reason": verdict.reason, "error": _first_line(error)}
         if verdict.action == "retry":
             fields["delay"] = round(verdict.delay, 3)
-        self.events.emit(name, f"{claimed} {_WORDS[name]}", level=level, **fields)
+        self.events.emit(name, _sentence(claimed, verdict, error), level=level, **fields)
 
 
-_LEVELS = {"task.done": logging.INFO, "task.retry": logging.WARNING, "task.buried": logging.ERROR}
-_WORDS = {"task.done": "done", "task.retry": "goes back", "task.buried": "is buried"}
+_EVENTS = {
+    "done": ("task.done", logging.INFO),
+    "retry": ("task.retry", logging.WARNING),
+    "bury": ("task.buried", logging.ERROR),
+}
+
+
+def _sentence(claimed: Claimed, verdict: Verdict, error: BaseException | None) -> str:
+    if error is None:
+        return f"{claimed} done"
+    what = f"{claimed} {verdict.reason} in attempt {claimed.attempts + 1}: {_first_line(error)}"
+    then = f"again in {verdict.delay:.3g} s" if verdict.action == "retry" else "buried"
+    return f"{what}; {then}"
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Double,
-    Enum,
     Insert,
     Integer,
     Interval,
@@ -25,6 +24,7 @@ from sqlalchemy import (
     Text,
     bindparam,
     cast,
+    column,
     delete,
     exists,
     extract,
@@ -36,12 +36,14 @@ from sqlalchemy import (
     true,
     union_all,
 )
+from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY, OID
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.postgresql.dml import Insert as PgInsert
 from sqlalchemy.ext.compiler import compiles
 
 from pgtask_sa.mapping import LOCK_CLASS
+from pgtask_sa.rows import restored
 
 Now = ColumnElement[Any]
 LONG_AGO = literal_column("'-infinity'", DateTime(timezone=True))  # why: see claim.py
@@ -69,30 +71,24 @@ def server_now() -> Now:
     return func.statement_timestamp()
 
 
-def stored_columns(table: Table) -> list[str]:
-    """Name the columns that a claim returned and a put-back writes; see `claim.claim_columns`."""
-    fresh = ("run_at", "ticket")
-    return [c.name for c in table.columns if c.computed is None and c.name not in fresh]
+def stored_names(table: Table) -> Select[Any]:
+    """List the columns that a row is made of in the database, without those that it computes.
 
-
-def _bound(table: Table, name: str, target: Any = None) -> ColumnElement[Any]:
-    """Bind a column's value as the claim returned it: type and params came as exact text."""
-    of_column = table.c[name].type
-    if name in ("task_type", "params"):
-        return cast(bindparam(name, type_=claimed_type(table, name)), target or of_column)
-    return bindparam(name, type_=of_column)
-
-
-def claimed_type(table: Table, name: str) -> Any:
-    """Return the type in which a claim fetches a column.
-
-    JSON params travel as text, so that a task that is put back is the same to the last digit of
-    its numbers; the task type as text, so that a new label of an enum cannot hurt an old worker.
+    Asked of the catalog: a migration may have added one that this program does not know yet.
     """
-    of_column = table.c[name].type
-    if name == "task_type" or (name == "params" and is_json(table)):
-        return Text()
-    return of_column
+    attribute = sql_table("pg_attribute", *map(column, CATALOG), schema="pg_catalog")
+    c = attribute.c
+    stored = (c.attnum > 0, ~c.attisdropped, c.attgenerated == literal_column("''"))
+    mine = c.attrelid == _regclass(table)
+    return select(cast(c.attname, Text)).where(mine, *stored).order_by(c.attnum)
+
+
+CATALOG = ("attname", "attnum", "attrelid", "attisdropped", "attgenerated")
+
+
+def mapped_names(table: Table) -> list[str]:
+    """List the columns of a table as the mapping knows them, without the computed ones."""
+    return [c.name for c in table.columns if c.computed is None]
 
 
 def is_json(table: Table) -> bool:
@@ -100,23 +96,43 @@ def is_json(table: Table) -> bool:
     return "JSON" in type(table.c.params.type).__name__
 
 
-def retry(table: Table, unique: Sequence[str] | None = None, now: Now | None = None) -> Insert:
-    """Put a failed task back: same number, ``:attempts``, due after ``:delay``, with the error.
+def _outcome() -> dict[str, ColumnElement[Any]]:
+    return {
+        "attempts": bindparam("pgtask_attempts", type_=Integer),
+        "last_error": bindparam("pgtask_last_error", type_=Text),
+    }
+
+
+def _soon(now: Now | None) -> ColumnElement[Any]:
+    return (server_now() if now is None else now) + bindparam("pgtask_delay", type_=Interval)
+
+
+def _target(table: Table, names: Sequence[str]) -> Any:
+    """Name a table and columns of it, whether the mapping knows them or not."""
+    return sql_table(table.name, *map(column, names), schema=table.schema)
+
+
+def retry(
+    table: Table,
+    names: Sequence[str],
+    unique: Sequence[str] | None = None,
+    now: Now | None = None,
+) -> Insert:
+    """Put a failed task back: the row as it was, ``:pgtask_row``, with what the attempt changed.
 
     Where the table has a unique constraint an equal task may have been enqueued meanwhile. Then
     the two become one, which keeps the higher count.
 
     Args:
         table: the task table.
+        names: all its stored columns; see `stored_names`.
         unique: columns of its unique constraint or index; see `mapping.unique_columns`.
         now: an expression in place of the server's clock.
     """
-    names = stored_columns(table)
-    run_at = (server_now() if now is None else now) + bindparam("delay", type_=Interval)
-    statement = Reinsert(table).from_select(
-        [*names, "run_at"],
-        select(*[_bound(table, name).label(name) for name in names], run_at.label("run_at")),
-        include_defaults=False,
+    row = restored(table, names, **_outcome(), run_at=_soon(now))
+    target = _target(table, names)
+    statement = Reinsert(target).from_select(
+        list(names), select(*[row.c[name] for name in names]), include_defaults=False
     )
     if unique is None:
         return statement
@@ -124,7 +140,7 @@ def retry(table: Table, unique: Sequence[str] | None = None, now: Now | None = N
     return statement.on_conflict_do_update(
         **_conflict_target(table, unique),
         set_={
-            "attempts": func.greatest(table.c.attempts, new.attempts),
+            "attempts": func.greatest(target.c.attempts, new.attempts),
             "last_error": new.last_error,
         },
     )
@@ -140,41 +156,59 @@ def _conflict_target(table: Table, unique: Sequence[str]) -> dict[str, Any]:
 
 
 def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
-    """Hold a waiting task equal to ``:task_type, :coalesce_key, :params`` that is due in time."""
-    soon = (server_now() if now is None else now) + bindparam("delay", type_=Interval)
+    """Hold a waiting task equal to the claimed ``:pgtask_row`` that is due in time."""
+    row = restored(table, [c.name for c in table.columns])
     return (
         select(table.c.task_id)
+        .join(row, true())
         .where(
-            table.c.task_type == _bound(table, "task_type"),
-            table.c.coalesce_key == bindparam("coalesce_key"),
-            table.c.params == _bound(table, "params"),
-            or_(table.c.run_at.is_(None), table.c.run_at <= soon),
+            table.c.task_type == row.c.task_type,
+            table.c.coalesce_key == row.c.coalesce_key,
+            table.c.params == row.c.params,
+            or_(table.c.run_at.is_(None), table.c.run_at <= _soon(now)),
         )
         .limit(1)
-        .with_for_update(key_share=True, read=True, skip_locked=True)
+        .with_for_update(key_share=True, read=True, skip_locked=True, of=table)
     )
 
 
 def bury(table: Table, dead: Table) -> Insert:
-    """Write a task that gave up to the error queue, with ``:reason``."""
-    names = [name for name in stored_columns(dead) if name in table.c]
-    bound: dict[str, Any] = {name: _bound(table, name, dead.c[name].type) for name in names}
-    return pg_insert(dead).values(**bound, reason=bindparam("reason", type_=Text))
+    """Write a claimed row that gave up to the error queue, with ``:pgtask_reason``."""
+    names = _carried(table, dead)
+    row = restored(table, names, **_outcome())
+    values = [_as_kind(dead, row.c[n]) if n == "task_type" else row.c[n] for n in names]
+    reason = bindparam("pgtask_reason", type_=Text)
+    target = _target(dead, [*names, "reason"])
+    return pg_insert(target).from_select([*names, "reason"], select(*values, reason))
 
 
-def requeue(table: Table, dead: Table, where: ColumnElement[bool]) -> Insert:
-    """Bring dead tasks back with a fresh budget of attempts; they keep their number."""
-    names = [n for n in stored_columns(dead) if n in table.c and n != "attempts"]
-    gone = delete(dead).where(where).returning(*[dead.c[n] for n in names]).cte("gone")
-    values = [_as_kind(table, gone.c[n]) if n == "task_type" else gone.c[n] for n in names]
-    statement = Reinsert(table).from_select(names, select(*values))
-    return statement.on_conflict_do_nothing().returning(table.c.task_id)
+def _carried(table: Table, dead: Table) -> list[str]:
+    own = ("reason", "buried_at")
+    known = set(mapped_names(table))
+    return [name for name in mapped_names(dead) if name in known and name not in own]
+
+
+def requeue(
+    table: Table, dead: Table, where: ColumnElement[bool], names: Sequence[str] | None = None
+) -> Insert:
+    """Bring dead tasks back with a fresh budget of attempts; they keep their number.
+
+    Args:
+        table: the task table.
+        dead: the error queue.
+        where: which of its rows.
+        names: the columns to carry; by default those that both mappings know.
+    """
+    carried = [n for n in (names or _carried(table, dead)) if n != "attempts"]
+    gone = delete(dead).where(where).returning(*[column(n) for n in carried]).cte("gone")
+    values = [_as_kind(table, gone.c[n]) if n == "task_type" else gone.c[n] for n in carried]
+    statement = Reinsert(_target(table, carried)).from_select(carried, select(*values))
+    return statement.on_conflict_do_nothing().returning(column("task_id", BigInteger))
 
 
 def _as_kind(table: Table, label: ColumnElement[Any]) -> ColumnElement[Any]:
-    """Turn the error queue's task type, text or another enum, into the task table's."""
-    of_column = table.c.task_type.type
-    return cast(cast(label, Text), of_column) if isinstance(of_column, Enum) else label
+    """Turn a task type, text or an enum, into what another table has for it."""
+    return cast(cast(label, Text), table.c.task_type.type)
 
 
 def task_exists(table: Table) -> Select[Any]:
@@ -253,10 +287,14 @@ def enum_labels(table: Table) -> Select[Any]:
 
 def table_oid(table: Table) -> Select[Any]:
     """Look up the number that the wake-up trigger uses for the table's lock and channel."""
+    return select(cast(cast(_regclass(table), OID), BigInteger))
+
+
+def _regclass(table: Table) -> ColumnElement[Any]:
     name = func.quote_ident(table.name)
     if table.schema:
         name = func.concat(func.quote_ident(table.schema), ".", name)
-    return select(cast(cast(func.to_regclass(name), OID), BigInteger))
+    return func.to_regclass(name)
 
 
 def _wakeup_lock(function: Any) -> Select[Any]:

@@ -3,7 +3,8 @@
 One thread and one connection for each worker process, in autocommit: no transaction is ever open
 while it waits. The protocol with the insert trigger:
 
-1. A lane goes to sleep. The listener announces it with a shared advisory lock.
+1. A lane goes to sleep. The listener announces it with a shared advisory lock; again, if an insert
+   tries for the lock in the same instant.
 2. It looks again (`peek`): what was committed before the lock could be seen is found here.
 3. From now on every insert notifies, since its trigger cannot get the lock exclusively.
 4. One race is left: an insert whose trigger ran before 1 and whose commit came after 2. Polling at
@@ -40,6 +41,7 @@ RUNNING_POLL = 0.4
 FOREVER = 3600.0
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 4  # failures in a row, about two seconds
+REMIND = 60.0  # until a claim that fails on and on for the same reason is told again
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
 
 
@@ -54,6 +56,7 @@ class Health:
         self.events = events
         self.up = True
         self._good = 0.0
+        self._refusal = ("", 0.0)
         self._lock = threading.Lock()
 
     def failed(self, error: BaseException, since: float) -> bool:
@@ -73,6 +76,16 @@ class Health:
             "database.down", f"the database does not serve: {one_line(error)}", level=logging.ERROR
         )
         return True
+
+    def refused(self, error: BaseException) -> None:
+        """Note that a claim failed in a database that works; told once for each new message."""
+        message, now = one_line(error), time.monotonic()
+        with self._lock:
+            told, when = self._refusal
+            if message == told and now < when + REMIND:
+                return
+            self._refusal = message, now
+        self.events.emit("claim.failed", f"a claim failed: {message}", level=logging.ERROR)
 
     def worked(self) -> None:
         """Note success; told only after trouble."""
@@ -202,14 +215,19 @@ class Listener(threading.Thread):
         self._hear(driver)
         if self._notified:
             self._on_work(connection, oid)
-        elif time.monotonic() >= self._next_poll and self.bell.anyone_asleep():
+        elif self._announced and time.monotonic() >= self._next_poll and self.bell.anyone_asleep():
             self._poll(connection)
         if time.monotonic() >= self._next_report:
             self._report(connection)
 
     def _announce(self, connection: Connection, oid: int) -> None:
-        connection.execute(statements.announce_sleep(), {"oid": oid})
-        self._announced = True
+        """Ask inserts to notify; the lock may be taken, for an instant, by one that looks for us.
+
+        It would not notify, nor would any other after it: so this is tried again in the next turn,
+        soon, and what was missed in between is found by looking.
+        """
+        result = connection.execute(statements.announce_sleep(), {"oid": oid})
+        self._announced = bool(result.scalar())
         self._interval = FIRST_POLL
         self._poll(connection)
 
@@ -235,7 +253,7 @@ class Listener(threading.Thread):
             # it may be a delayed task: look soon when it falls due
             self._interval = AFTER_NOTIFY
             self._next_poll = min(self._next_poll, time.monotonic() + AFTER_NOTIFY)
-        else:
+        elif self._announced:
             connection.execute(statements.withdraw_sleep(), {"oid": oid})
             self._announced = False
 

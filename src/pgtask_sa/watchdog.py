@@ -5,6 +5,13 @@ stopped from outside. But its work can be undone: the watchdog terminates the la
 from a connection of its own. The row is free, the attempt is counted, and the stuck handler finds a
 dead connection whenever it wakes. If it does not wake soon, the lane is written off and another
 takes its place.
+
+A deadline takes two steps. To mark the attempt as expired costs nothing and is done for each at its
+moment: from then on it cannot be committed. To enforce that takes a connection and locks, so it may
+take long; it is done in short-lived threads, so that one deadline does not wait for another.
+
+An attempt is counted once: by the enforcement, if it begins before the handler comes back, and else
+by the lane.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -25,6 +33,7 @@ from pgtask_sa.settle import Claimed, Settler
 
 SECOND_GRACE = 2.0
 PATIENCE = "set local lock_timeout = '5s'"  # for the server process to end
+ENFORCERS = 4  # threads, and so connections, at once
 
 
 class Guarded(Protocol):
@@ -39,11 +48,13 @@ class _Watch:
         self.claimed = claimed
         self.over = False
         self.fired = False
-        self.lock = threading.Lock()
+        self.enforced = False
+        self.lock = threading.Lock()  # held while `over` or `fired` changes, never for long
+        self.enforcing = threading.Lock()  # held as long as its transaction is being ended
 
 
 class Watchdog(threading.Thread):
-    """One thread that enforces the deadlines of all lanes of a worker."""
+    """One thread that sees the deadlines of all lanes of a worker, and a few that enforce them."""
 
     def __init__(self, engine: Engine, settle: Callable[..., Settler]) -> None:
         super().__init__(name="pgtask-watchdog", daemon=True)
@@ -55,22 +66,43 @@ class Watchdog(threading.Thread):
         self._numbers = itertools.count()
         self._purge_at = 1000
         self._stopping = False
+        self._due: deque[_Watch] = deque()
+        self._enforcers = 0
 
     @contextmanager
     def guard(
         self, seconds: float | None, lane: Guarded, claimed: Claimed, *, grace: float = 0.0
     ) -> Iterator[None]:
-        """Enforce a deadline on what runs inside; no deadline costs nothing."""
+        """Enforce a deadline on what runs inside; no deadline costs nothing.
+
+        Raises:
+            TaskFailed: what runs inside came to its end, but too late.
+        """
         if seconds is None:
             yield
             return
         watch = _Watch(lane, claimed)
-        self._push(time.monotonic() + seconds + grace, watch)
+        deadline = time.monotonic() + seconds + grace
+        self._push(deadline, watch)
         try:
             yield
+            if time.monotonic() > deadline:  # nobody has seen it: the interpreter was busy
+                raise timed_out(seconds)
         finally:
-            with watch.lock:  # waits for an enforcement under way: its connection is then dead
-                watch.over = True
+            if self._end(watch):
+                raise timed_out(seconds)
+
+    @staticmethod
+    def _end(watch: _Watch) -> bool:
+        """Take the watch off; True if the time was over, but the transaction is untouched."""
+        with watch.lock:
+            watch.over = True
+        with watch.enforcing:  # waits for an enforcement under way: its connection is then dead
+            if not watch.fired or watch.enforced:
+                return False
+        # An ordinary failure: the lane counts it in the transaction that still holds the row.
+        _execution(watch.lane).expired = None
+        return True
 
     def _push(self, when: float, watch: _Watch) -> None:
         with self._changed:
@@ -87,16 +119,18 @@ class Watchdog(threading.Thread):
             self._stopping = True
             self._changed.notify()
 
+    # -- seeing ------------------------------------------------------------------------------
+
     def run(self) -> None:
-        """Wait for the next deadline, enforce it, go on."""
+        """Wait for the next deadline, have it enforced, go on."""
         while True:
             watch = self._next()
             if watch is None:
                 return
             if watch.fired:
                 self._look_again(watch)
-            else:
-                self._fire(watch)
+            elif self._mark(watch):
+                self._hand_over(watch)
 
     def _next(self) -> _Watch | None:
         with self._changed:
@@ -109,19 +143,64 @@ class Watchdog(threading.Thread):
                 self._changed.wait(wait)
         return None
 
-    def _fire(self, watch: _Watch) -> None:
+    def _mark(self, watch: _Watch) -> bool:
+        """Keep an attempt from being committed; False if there is nothing to enforce."""
         with watch.lock:
             if watch.over:
-                return
+                return False
             watch.fired = True
-            self.expire(watch.lane, watch.claimed)
+            if self._take(watch.lane, watch.claimed):
+                return True
+            watch.enforced = True  # by its own event loop
+        self._push(time.monotonic() + SECOND_GRACE, watch)
+        return False
+
+    def _take(self, lane: Guarded, claimed: Claimed) -> bool:
+        """Mark an attempt as expired; False if somebody else has, and enforces that."""
+        execution = _execution(lane)
+        with self._changed:
+            if execution.expired is claimed:
+                return False
+            execution.expired = claimed
+        return True
+
+    def _look_again(self, watch: _Watch) -> None:
+        if not watch.over:
+            self.on_stuck(watch.lane)
+
+    # -- enforcing ---------------------------------------------------------------------------
+
+    def _hand_over(self, watch: _Watch) -> None:
+        with self._changed:
+            self._due.append(watch)
+            if self._enforcers == ENFORCERS:
+                return
+            self._enforcers += 1
+        threading.Thread(target=self._enforce_due, name="pgtask-enforcer", daemon=True).start()
+
+    def _enforce_due(self) -> None:
+        while True:
+            with self._changed:
+                if not self._due:
+                    self._enforcers -= 1
+                    return
+                watch = self._due.popleft()
+            self._fire(watch)
+
+    def _fire(self, watch: _Watch) -> None:
+        with watch.enforcing:
+            if watch.over:
+                return
+            watch.enforced = True
+            self._undo(_execution(watch.lane), watch.claimed)
         self._push(time.monotonic() + SECOND_GRACE, watch)
 
     def expire(self, lane: Guarded, claimed: Claimed) -> None:
         """Undo what a lane is doing: end its transaction, count the attempt."""
-        execution = lane.execution
-        assert execution is not None  # noqa: S101 - it is running the task
-        execution.expired = claimed
+        if self._take(lane, claimed):
+            self._undo(_execution(lane), claimed)
+
+    def _undo(self, execution: Execution, claimed: Claimed) -> None:
         try:
             self._enforce(execution, claimed)
         except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
@@ -140,6 +219,7 @@ class Watchdog(threading.Thread):
             for seized in settler.seize(claimed.task_id, driver.info.backend_pid):
                 settler.fail(seized, timed_out(seconds), seconds)
 
-    def _look_again(self, watch: _Watch) -> None:
-        if not watch.over:
-            self.on_stuck(watch.lane)
+
+def _execution(lane: Guarded) -> Execution:
+    assert lane.execution is not None  # noqa: S101 - it is running a task
+    return lane.execution

@@ -45,8 +45,10 @@ class Worker:
 
     Args:
         tasks: the registry with the handlers. Other task types are left in the table.
-        database: URL of the database, or an engine whose URL is taken. The worker makes its own
-            connections, with psycopg: one for each lane, one that listens, one for deadlines.
+        database: URL of the database, or an engine, of which nothing but the URL is taken: not its
+            ``connect_args``, ``creator`` or ``schema_translate_map``, nor its events. Put options
+            of the connection into the URL. The worker makes its own connections, with psycopg: one
+            for each lane, one that listens, some for deadlines.
         concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
         processes: how many processes do that; a child that dies is replaced.
         batch_size: tasks per claim and transaction. 1 (the default) repeats one e-mail after a
@@ -128,7 +130,8 @@ class Worker:
 
         Returns:
             The exit code: 0 after a clean end, 3 if running tasks had to be cut off (they were
-            rolled back and wait in the table).
+            rolled back and wait in the table), 1 if the event loop ended and took all async
+            handlers along.
         """
         if self.options.processes > 1:
             o = self.options
@@ -228,7 +231,9 @@ class Worker:
         if crew.busy():
             crew.cut()
         crew.end()
-        return EXIT_CUT if cut else EXIT_OK
+        if cut:
+            return EXIT_CUT
+        return EXIT_FAILED if crew.failed else EXIT_OK
 
 
 class _signals:  # noqa: N801 - reads as a clause
@@ -261,6 +266,8 @@ def load_registry(target: str) -> TaskRegistry:
         pgtask_sa.errors.ConfigurationError: cannot import 'no.such': No module named 'no'
     """
     module_name, _, name = target.partition(":")
+    if not module_name or module_name.startswith("."):
+        raise ConfigurationError(f"name the registry as package.module:name, got {target!r}")
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -324,6 +331,17 @@ def _ranks(pairs: list[str]) -> dict[str, int]:
     return ranks
 
 
+def _warn_of_strangers(ranks: Mapping[str, int], tasks: TaskRegistry) -> None:
+    """Tell of ranks without effect; no error, as a script may name the types of several workers."""
+    strangers = sorted(set(ranks) - set(tasks))
+    if strangers:
+        print(  # noqa: T201
+            f"warning: --priority names {', '.join(map(ascii, strangers))}, for which there is no "
+            f"handler here (there are: {', '.join(tasks)})",
+            file=sys.stderr,
+        )
+
+
 def set_up_logging(level: str, style: str) -> None:
     """Send log lines to standard error, for people or for programs."""
     handler = logging.StreamHandler()
@@ -332,14 +350,16 @@ def set_up_logging(level: str, style: str) -> None:
 
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
+    tasks, ranks = load_registry(arguments.tasks), _ranks(arguments.priority)
+    _warn_of_strangers(ranks, tasks)
     return Worker(
-        load_registry(arguments.tasks),
+        tasks,
         given_url(arguments.database_url),
         concurrency=arguments.concurrency,
         processes=arguments.processes,
         batch_size=arguments.batch_size,
         order=arguments.order,
-        priority=_ranks(arguments.priority),
+        priority=ranks,
         sample=arguments.sample,
         drain=arguments.drain,
         grace=arguments.grace,

@@ -1,4 +1,4 @@
 SELECT task.task_id
-FROM task
-WHERE task.task_type = CAST(%(task_type)s::VARCHAR AS TEXT) AND task.coalesce_key = %(coalesce_key)s::BIGINT AND task.params = CAST(%(params)s::VARCHAR AS JSONB) AND (task.run_at IS NULL OR task.run_at <= statement_timestamp() + %(delay)s)
-LIMIT %(param_1)s::INTEGER FOR KEY SHARE SKIP LOCKED
+FROM task JOIN jsonb_populate_record(CAST(%(pgtask_row)s::VARCHAR AS task), jsonb_build_object()) AS restored ON true
+WHERE task.task_type = restored.task_type AND task.coalesce_key = restored.coalesce_key AND task.params = restored.params AND (task.run_at IS NULL OR task.run_at <= statement_timestamp() + %(pgtask_delay)s)
+LIMIT %(param_1)s::INTEGER FOR KEY SHARE OF task SKIP LOCKED

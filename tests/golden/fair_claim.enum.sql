@@ -22,4 +22,4 @@ WHERE jobs.enum_job.task_type = kinds.kind AND jobs.enum_job.run_at BETWEEN '-in
 ORDER BY jobs.enum_job.run_at
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_3) AS picked ON true
 LIMIT 1)))
-RETURNING jobs.enum_job.task_id, CAST(jobs.enum_job.params AS TEXT) AS params, greatest('0001-01-02', least(jobs.enum_job.created_at, '9999-01-02')) AS created_at, CAST(jobs.enum_job.task_type AS TEXT) AS task_type, jobs.enum_job.attempts, jobs.enum_job.last_error, jobs.enum_job.coalesce_key, set_config('application_name', left(concat('pgtask ', jobs.enum_job.task_id, ' ', jobs.enum_job.task_type), 63), true) AS announced
+RETURNING jobs.enum_job.task_id, CAST(jobs.enum_job.params AS TEXT) AS params, greatest('0001-01-02', least(jobs.enum_job.created_at, '9999-01-02')) AS created_at, CAST(jobs.enum_job.task_type AS TEXT) AS task_type, jobs.enum_job.attempts, jobs.enum_job.last_error, jobs.enum_job.coalesce_key, CAST(enum_job.* AS TEXT) AS pgtask_row, set_config('application_name', left(concat('pgtask ', jobs.enum_job.task_id, ' ', jobs.enum_job.task_type), 63), true) AS pgtask_announced

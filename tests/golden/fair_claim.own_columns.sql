@@ -22,4 +22,4 @@ WHERE plain_job.task_type = kinds.kind AND plain_job.run_at BETWEEN '-infinity' 
 ORDER BY plain_job.run_at
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_3) AS picked ON true
 LIMIT 1)))
-RETURNING plain_job.task_id, CAST(plain_job.task_type AS TEXT) AS task_type, CAST(plain_job.params AS TEXT) AS params, greatest('0001-01-02', least(plain_job.created_at, '9999-01-02')) AS created_at, plain_job.tenant, plain_job.note, plain_job.attempts, plain_job.last_error, plain_job.coalesce_key, set_config('application_name', left(concat('pgtask ', plain_job.task_id, ' ', plain_job.task_type), 63), true) AS announced
+RETURNING plain_job.task_id, CAST(plain_job.task_type AS TEXT) AS task_type, CAST(plain_job.params AS TEXT) AS params, greatest('0001-01-02', least(plain_job.created_at, '9999-01-02')) AS created_at, plain_job.tenant, plain_job.note, plain_job.attempts, plain_job.last_error, plain_job.coalesce_key, CAST(plain_job.* AS TEXT) AS pgtask_row, set_config('application_name', left(concat('pgtask ', plain_job.task_id, ' ', plain_job.task_type), 63), true) AS pgtask_announced

@@ -1,2 +1,3 @@
-INSERT INTO jobs.enum_job (task_id, params, created_at, task_type, attempts, last_error, coalesce_key, run_at) OVERRIDING SYSTEM VALUE
-SELECT %(task_id)s::BIGINT AS task_id, CAST(%(params)s::VARCHAR AS JSONB) AS params, %(created_at)s::TIMESTAMP WITH TIME ZONE AS created_at, CAST(%(task_type)s::VARCHAR AS jobs.kind) AS task_type, %(attempts)s::INTEGER AS attempts, %(last_error)s::VARCHAR AS last_error, %(coalesce_key)s::BIGINT AS coalesce_key, statement_timestamp() + %(delay)s AS run_at
+INSERT INTO jobs.enum_job (task_id, params, created_at, task_type, run_at, attempts, last_error, ticket, coalesce_key) OVERRIDING SYSTEM VALUE
+SELECT restored.task_id, restored.params, restored.created_at, restored.task_type, restored.run_at, restored.attempts, restored.last_error, restored.ticket, restored.coalesce_key
+FROM jsonb_populate_record(CAST(%(pgtask_row)s::VARCHAR AS jobs.enum_job), jsonb_build_object('attempts', %(pgtask_attempts)s::INTEGER, 'last_error', %(pgtask_last_error)s::VARCHAR, 'run_at', statement_timestamp() + %(pgtask_delay)s)) AS restored

@@ -1,2 +1,3 @@
-INSERT INTO hstore_job (task_id, task_type, created_at, params, attempts, last_error, coalesce_key, run_at) OVERRIDING SYSTEM VALUE
-SELECT %(task_id)s::BIGINT AS task_id, CAST(%(task_type)s::VARCHAR AS TEXT) AS task_type, %(created_at)s::TIMESTAMP WITH TIME ZONE AS created_at, CAST(%(params)s AS HSTORE) AS params, %(attempts)s::INTEGER AS attempts, %(last_error)s::VARCHAR AS last_error, %(coalesce_key)s::BIGINT AS coalesce_key, statement_timestamp() + %(delay)s AS run_at
+INSERT INTO hstore_job (task_id, task_type, created_at, params, run_at, attempts, last_error, ticket, coalesce_key) OVERRIDING SYSTEM VALUE
+SELECT restored.task_id, restored.task_type, restored.created_at, restored.params, restored.run_at, restored.attempts, restored.last_error, restored.ticket, restored.coalesce_key
+FROM jsonb_populate_record(CAST(%(pgtask_row)s::VARCHAR AS hstore_job), jsonb_build_object('attempts', %(pgtask_attempts)s::INTEGER, 'last_error', %(pgtask_last_error)s::VARCHAR, 'run_at', statement_timestamp() + %(pgtask_delay)s)) AS restored

@@ -1,0 +1,190 @@
+"""The connections of a worker: whatever the URL, the role, the database and the handlers set."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from running import Running
+from sqlalchemy import create_engine, make_url, text
+from waiting import let_pass
+
+from pgtask_sa import Task
+from pgtask_sa.engines import database_url, worker_engine
+from pgtask_sa.lanes import _never_again
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.mark.parametrize(
+    ("given", "query"),
+    [
+        ("postgresql+asyncpg://db/app?ssl=require&command_timeout=5", {"sslmode": "require"}),
+        ("postgresql+pg8000://db/app?unix_sock=x", {}),
+        ("postgresql://db/app?sslmode=prefer&application_name=x", None),
+        ("postgresql+psycopg2://db/app?sslmode=prefer", None),
+    ],
+)
+def test_options_for_another_driver(given, query):
+    """What libpq has too is translated, the rest is dropped; our own driver's are kept."""
+    expected = dict(make_url(given).query) if query is None else query
+    assert expected == dict(database_url(given).query)
+
+
+def test_a_worker_with_the_url_of_asyncpg(db_url):
+    """The URL of an application on asyncpg is good enough."""
+    running = Running(db_url, drain=True)
+    running.tasks.handler("A")(lambda session, params: None)
+    running.enqueue("A")
+    url = make_url(db_url).set(drivername="postgresql+asyncpg")
+    running.url = url.update_query_dict({"ssl": "prefer"})
+    with running:
+        assert 0 == running.wait()
+    running.admin.dispose()
+    assert 0 == running.count()
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_date_style_of_the_database(db_url, kind):
+    """The rows of a claim hold timestamps, which psycopg reads in one style only."""
+    running = Running(db_url, drain=True)
+    running.execute(f"alter database {running.url.database} set datestyle = 'SQL, DMY'")
+    styles: list[str] = []
+
+    def body(session, params):
+        styles.append(session.scalar(text("show datestyle")))
+
+    async def awaited(session, params):
+        await session.run_sync(body, params)
+
+    running.tasks.handler("A")(body if kind == "sync" else awaited)
+    running.enqueue("A")
+    with running:
+        running.wait()
+    assert ["ISO, DMY"] == styles
+
+
+@pytest.mark.parametrize("broken", ["CHECK_CLIENT", "DATE_STYLE"])
+def test_one_setting_that_is_refused(db_url, monkeypatch, broken):
+    """The other one holds all the same."""
+    monkeypatch.setattr(f"pgtask_sa.engines.{broken}", "set no_such_setting = 1")
+    name = make_url(db_url).database
+    admin = create_engine(db_url)
+    with admin.begin() as connection:
+        connection.execute(text(f"alter database {name} set datestyle = 'SQL, DMY'"))
+    admin.dispose()
+    engine = worker_engine(database_url(db_url), 1)
+    with engine.connect() as connection:
+        interval = connection.scalar(text("show client_connection_check_interval"))
+        style = connection.scalar(text("show datestyle"))
+    engine.dispose()
+    expected = ("0", "ISO, DMY") if broken == "CHECK_CLIENT" else ("500ms", "SQL, DMY")
+    assert expected == (interval, style)
+
+
+# -- an encoding that is not UTF-8 -----------------------------------------------------------
+
+
+@pytest.fixture
+def latin_url(server_url) -> Iterator[str]:
+    """Give the URL of a database in LATIN1, with the library's own tables."""
+    admin = create_engine(server_url, isolation_level="AUTOCOMMIT")
+    name = "pgtask_test_latin1"
+    options = "encoding 'LATIN1' lc_collate 'C' lc_ctype 'C' template template0"
+    with admin.connect() as connection:
+        connection.execute(text(f"drop database if exists {name} with (force)"))
+        connection.execute(text(f"create database {name} {options}"))
+    url = make_url(server_url).set(database=name)
+    engine = create_engine(url, connect_args={"client_encoding": "utf8"})
+    Task.metadata.create_all(engine)
+    engine.dispose()
+    yield url.render_as_string(hide_password=False)
+    with admin.connect() as connection:
+        connection.execute(text(f"drop database {name} with (force)"))
+    admin.dispose()
+
+
+def test_a_type_that_the_database_cannot_hold(latin_url):
+    """It is left out, with one warning; the others run."""
+    running = Running(latin_url, concurrency=2)
+    for name in ("PLAIN", "ÄRGER", "PREIS_€"):
+        running.tasks.handler(name)(_mark)
+    with running:
+        running.enqueue("PLAIN")
+        running.enqueue("ÄRGER")
+        running.until(lambda: [1, 1] == running.marks())
+    assert [["PREIS_€"]] == [
+        e.fields["task_types"] for e in running.events if e.name == "handler.not_encodable"
+    ]
+    assert [] == running.told("database.down", "claim.failed", "listener.down")
+
+
+def _mark(session, params):
+    session.execute(text("insert into mark values (1)"))
+
+
+# -- claims that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_claim_that_a_trigger_refuses(db_url, kind):
+    """That is not the database's trouble: it is told as what it is, once for each message."""
+    running = Running(db_url, concurrency=2, idle_interval=0.2)
+
+    async def awaited(session, params):
+        await session.run_sync(_mark, params)
+
+    running.tasks.handler("A")(_mark if kind == "sync" else awaited)
+    _refuse(running, "by the book")
+    running.execute(
+        "create trigger refuse before delete on task for each row execute function refuse()"
+    )
+    running.enqueue("A")
+    with running:
+        assert "by the book" in running.first("claim.failed").message
+        let_pass(1.5)
+        assert 1 == len(running.told("claim.failed"))
+        _refuse(running, "out of spite")
+        running.until(lambda: len(running.told("claim.failed")) == 2)
+        running.execute("drop trigger refuse on task")
+        running.until_empty()
+    assert [1] == running.marks()
+    assert [] == running.told("database.down", "database.up", "worker.error")
+
+
+def _refuse(running: Running, why: str) -> None:
+    running.execute(
+        "create or replace function refuse() returns trigger language plpgsql"
+        f" as $$ begin raise '{why}'; end $$"
+    )
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_session_that_a_handler_spoilt(db_url, kind):
+    """A claim that fails on it is its last one: the next connection fares better."""
+    running = Running(db_url, concurrency=1)
+
+    def spoil(session, params):
+        session.execute(text("select set_config('search_path', 'nowhere', false)"))
+
+    async def awaited(session, params):
+        await session.run_sync(spoil, params)
+
+    running.tasks.handler("SPOIL")(spoil if kind == "sync" else awaited)
+    with running:
+        for i in range(3):
+            running.enqueue("SPOIL", {"i": i})
+            running.until_empty(5)
+    assert [] == running.dead()
+
+
+def test_an_error_on_a_connection_that_is_gone(engine):
+    """What happened is told, and not that the connection cannot be put away."""
+    with (
+        engine.connect() as connection,
+        pytest.raises(ValueError, match="the cause"),
+        _never_again(connection),
+    ):
+        connection.invalidate()
+        raise ValueError("the cause")
