@@ -789,3 +789,19 @@ def _plan(connection, statement, parameters: dict) -> str:
     sql, values = str(compiled), compiled.construct_params(parameters)
     rows = connection.exec_driver_sql(f"explain {sql}", values)
     return "\n".join(row[0] for row in rows)
+
+
+def test_requeue_carries_columns_that_nobody_mapped(run, engine):
+    """Without --tasks the columns of a user's own class are not lost on the way back."""
+    with engine.begin() as connection:
+        for name in ("task", "dead_task"):
+            connection.execute(text(f"alter table {name} add tenant_id int not null default 0"))
+        connection.execute(
+            text(
+                "insert into dead_task (task_id, task_type, params, created_at, attempts, reason,"
+                " tenant_id) values (7, 'A', '{}', now(), 3, 'failed', 42)"
+            )
+        )
+    run("requeue", "7")
+    with engine.connect() as connection:
+        assert 42 == connection.scalar(text("select tenant_id from task where task_id = 7"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from faces import FACES, Face, committed
-from own_models import EnumJob, HstoreJob, Kind, Usr, create_all
+from own_models import EnumJob, HstoreJob, Kind, PlainJob, Usr, create_all
 from sqlalchemy import Connection, Engine, event, inspect, select, text
 from sqlalchemy.orm import sessionmaker
 from waiting import wait_until
@@ -289,3 +289,15 @@ def test_the_search_uses_its_index(maker: Any, engine: Engine) -> None:
 
     assert "task_coalesce_idx" in plan, plan
     assert "LockRows (actual rows=1" in plan, plan
+
+
+def test_own_columns_are_part_of_the_key(engine):
+    """Equal tasks of two tenants are two tasks, and both wait."""
+    create_all(engine)
+    with TaskSession(engine, task_class=PlainJob) as session:
+        written = [
+            session.enqueue("A", {"i": 1}, tenant_id=tenant, coalesce=True) is not None
+            for tenant in (1, 2, 1, None, None)
+        ]
+        assert [True, True, False, True, False] == written
+        session.rollback()

@@ -227,7 +227,11 @@ def _bring_back(
     # where only one equal task may exist, an insert waits for the one that runs
     connection.execute(set_lock_timeout(LOCK_TIMEOUT))
     held = list(connection.scalars(hold, dict(parameters)))
-    move = statements.requeue(place.table, place.dead_table, reports.by_ids(place.dead_table))
+    dead = place.dead_table
+    # of the catalog, not of a mapping: without --tasks own columns are not known, and would be lost
+    kept = connection.scalars(statements.stored_names(place.table)).all()
+    names = [n for n in connection.scalars(statements.stored_names(dead)) if n in kept]
+    move = statements.requeue(place.table, dead, reports.by_ids(dead), names)
     back = list(connection.scalars(move, {"ids": held})) if held else []
     return held, sorted(back)
 

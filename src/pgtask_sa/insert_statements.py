@@ -130,17 +130,22 @@ def insert_unless_waiting(new: NewTask) -> Insert:
     ``for key share skip locked`` is what decides. A task that runs is locked by its worker, so it
     is skipped, and a new one is written at once. A task that waits is locked by us until the
     caller commits: no worker can take it before, so it is sure to see what the caller wrote.
+    Columns of the user's own, such as a tenant, are part of what is equal.
     """
     params = params_expression(new.task_class, new.params)
     key = _hash(new.task_class, params, literal(0, BigInteger))
     row = {**_row(new, params), "coalesce_key": key}
     c = task_table(new.task_class).c
+    own = [c[name].is_not_distinct_from(row[name]) for name in row.keys() - _LIBRARY_KEYS]
     waiting = (
         select(literal(1))
-        .where(c.task_type == row["task_type"], c.coalesce_key == key, c.params == params)
+        .where(c.task_type == row["task_type"], c.coalesce_key == key, c.params == params, *own)
         .with_for_update(key_share=True, read=True, skip_locked=True)
     )
     return pg_insert(new.task_class).from_select(list(row), _select(row).where(~exists(waiting)))
+
+
+_LIBRARY_KEYS = {"task_type", "params", "run_at", "coalesce_key"}
 
 
 def lock_key(new: NewTask, *, wait: bool) -> Select[Any]:

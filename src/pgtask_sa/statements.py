@@ -42,7 +42,7 @@ from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.dialects.postgresql.dml import Insert as PgInsert
 from sqlalchemy.ext.compiler import compiles
 
-from pgtask_sa.mapping import LOCK_CLASS
+from pgtask_sa.mapping import LOCK_CLASS, TaskMixin
 from pgtask_sa.rows import restored
 
 Now = ColumnElement[Any]
@@ -158,6 +158,7 @@ def _conflict_target(table: Table, unique: Sequence[str]) -> dict[str, Any]:
 def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
     """Hold a waiting task equal to the claimed ``:pgtask_row`` that is due in time."""
     row = restored(table, [c.name for c in table.columns])
+    own = [c for c in table.columns if c.name not in TaskMixin.__annotations__]
     return (
         select(table.c.task_id)
         .join(row, true())
@@ -166,6 +167,7 @@ def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
             table.c.coalesce_key == row.c.coalesce_key,
             table.c.params == row.c.params,
             or_(table.c.run_at.is_(None), table.c.run_at <= _soon(now)),
+            *[c.is_not_distinct_from(row.c[c.name]) for c in own],
         )
         .limit(1)
         .with_for_update(key_share=True, read=True, skip_locked=True, of=table)
