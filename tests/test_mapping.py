@@ -260,6 +260,9 @@ def test_polymorphic_on_task_type(empty: Engine) -> None:
         __tablename__ = "job"
         __mapper_args__ = {"polymorphic_on": "task_type"}
 
+    class MailJob(Job):
+        __mapper_args__ = {"polymorphic_identity": "MAIL"}
+
     Base.metadata.create_all(empty)
     with TaskSession(empty, task_class=Job) as session:
         task = session.enqueue("A", {"n": 1}, coalesce=True)

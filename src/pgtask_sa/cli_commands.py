@@ -20,7 +20,7 @@ from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.errors import ConfigurationError, EnqueueError
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
-from pgtask_sa.mapping import Task, dead_task_class, task_label, task_table
+from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_label, task_table
 from pgtask_sa.worker import load_registry
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -48,7 +48,7 @@ class Place:
     @property
     def dead_table(self) -> Table:
         """The error queue."""
-        return dead_task_class(self.task_class).__table__  # type: ignore[no-any-return]
+        return mapped_table(dead_task_class(self.task_class))  # type: ignore[no-any-return]
 
     def engine(self) -> Engine:
         """Return an engine without a pool: a command uses one connection, once."""

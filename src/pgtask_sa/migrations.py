@@ -217,20 +217,25 @@ def _engine(database: Database) -> Engine:
 def _sync_url(url: str | URL) -> URL:
     """Return the URL with a driver that works without an event loop; psycopg unless it has one."""
     try:
-        url = make_url(url)
+        url = _read(url)
         backend, _, driver = url.drivername.partition("+")
         if backend not in ("postgres", "postgresql"):
             raise ConfigurationError(f"not a Postgres database: {url!r}")
         named = url.set(drivername=f"postgresql+{driver or 'psycopg'}")
         if not named.get_dialect().is_async:
             return named
-    except ConfigurationError:
-        raise
-    except (ArgumentError, NoSuchModuleError, ValueError) as error:  # of a port: no number
+    except (ArgumentError, NoSuchModuleError) as error:
         # not the URL itself: it may hold a password that could not be told apart
         problem = f"no such driver: {driver}" if isinstance(error, NoSuchModuleError) else None
         raise ConfigurationError(problem or "the database URL cannot be read") from None
     return named.set(drivername="postgresql+psycopg", query=libpq_query(named))
+
+
+def _read(url: str | URL) -> URL:
+    try:
+        return make_url(url)
+    except ValueError as error:  # of a port that is no number
+        raise ArgumentError(str(error)) from None
 
 
 def run_environment(context: Any) -> None:

@@ -60,7 +60,8 @@ class Roster:
         self._leave_out(set(self.handlers) - labels, UNKNOWN_LABEL)
 
     def _not_encodable(self, connection: Connection) -> set[str]:
-        driver: Any = connection.connection.driver_connection
+        dbapi: Any = connection.connection.dbapi_connection
+        driver = getattr(dbapi, "driver_connection", dbapi)  # the listener's is detached
         if driver.info.parameter_status("server_encoding") in ("UTF8", "SQL_ASCII"):
             return set()
         doubtful = [name for name in self.handlers if not name.isascii()]

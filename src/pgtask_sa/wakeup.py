@@ -276,9 +276,9 @@ class Listener(threading.Thread):
                 pass
 
     def _report(self, connection: Connection) -> None:
-        self._next_report = time.monotonic() + self.report_interval
         self.roster.refresh(connection)
         self.roster.report(connection)
+        self._next_report = time.monotonic() + self.report_interval  # last: a failure must show
 
 
 def one_line(error: BaseException) -> str:
