@@ -110,7 +110,8 @@ def test_an_idle_worker_asks_little(db_url):
         before = _transactions(running)
         let_pass(2.5)
         asked = _transactions(running) - before
-    assert 1 <= asked <= 20
+    # five looks; the server may count what the start cost, and autovacuum, in here, too
+    assert 1 <= asked <= 50
 
 
 def _transactions(running: Running) -> int:

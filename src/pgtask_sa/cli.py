@@ -146,7 +146,7 @@ def _moment(text: str) -> datetime:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if moment.tzinfo is None:
-        raise argparse.ArgumentTypeError(f"say in which time zone: {text}+00:00")
+        raise argparse.ArgumentTypeError(f"say in which time zone: {moment.isoformat()}+00:00")
     return moment
 
 

@@ -17,7 +17,7 @@ from pgtask_sa import cli_output as out
 from pgtask_sa import migrations, reports, statements
 from pgtask_sa.engines import CONNECT_ARGS, given_url
 from pgtask_sa.enqueue import TaskSession
-from pgtask_sa.errors import ConfigurationError, EnqueueError
+from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
 from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_label, task_table
@@ -79,6 +79,8 @@ def _database_url(option: str | None) -> URL:
 
 def migrate(place: Place) -> int:
     """Create or update the library's own tables."""
+    if place.arguments.revision == "base" or place.arguments.revision.startswith("-"):
+        raise Usage("migrate only goes up; pgtask_sa.migrations.downgrade() goes back")
     before = migrations.current(place.url)
     with _told("pgtask_sa.migrations"):
         migrations.upgrade(place.url, place.arguments.revision)
@@ -286,7 +288,8 @@ def _validated(place: Place, task_type: str, raw: dict[str, Any]) -> tuple[str, 
     handler = place.registry.handlers.get(label)
     if handler is None:
         known = ", ".join(place.registry)
-        raise EnqueueError(f"there is no handler for {label!r} in --tasks, which has: {known}")
+        out.complain(f"no handler for {label!r} in --tasks yet, which has: {known}; the task waits")
+        return label, raw
     # as JSON first: a strict model takes text for a date there, and only there
     value = handler.load_params(raw)
     return label, Target(place.task_class, label, handler.codec).dump(value)

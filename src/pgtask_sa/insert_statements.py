@@ -136,7 +136,7 @@ def insert_unless_waiting(new: NewTask) -> Insert:
     key = _hash(new.task_class, params, literal(0, BigInteger))
     row = {**_row(new, params), "coalesce_key": key}
     c = task_table(new.task_class).c
-    own = [c[name].is_not_distinct_from(row[name]) for name in row.keys() - _LIBRARY_KEYS]
+    own = [c[name].is_not_distinct_from(row[name]) for name in row if name not in _LIBRARY_KEYS]
     waiting = (
         select(literal(1))
         .where(c.task_type == row["task_type"], c.coalesce_key == key, c.params == params, *own)

@@ -89,6 +89,7 @@ class Trouble:
         self.shared = shared
         self.pause = PAUSE[0]
         self.since = 0.0
+        self.failures = 0  # in a row
 
     def connecting(self) -> None:
         """Note that a connection is about to be opened."""
@@ -97,6 +98,7 @@ class Trouble:
     def over(self) -> None:
         """Note that a sweep went well."""
         self.pause = PAUSE[0]
+        self.failures = 0
         self.shared.health.worked()
 
     def seconds(self, error: BaseException) -> float:
@@ -109,10 +111,15 @@ class Trouble:
             )
         elif self._is_refusal(error):
             self.shared.health.refused(error)
-        elif not self.shared.health.failed(self._plain(error), self.since):
+        elif not self._is_down(error):
             return random.uniform(0.0, 0.02)  # noqa: S311
         self.pause = min(self.pause * 2, PAUSE[1])
         return self.pause * random.uniform(0.5, 1.0)  # noqa: S311
+
+    def _is_down(self, error: BaseException) -> bool:
+        """Say whether the database is away; one connection that was ended does not mean it."""
+        self.failures += 1
+        return self.failures > 1 and self.shared.health.failed(self._plain(error), self.since)
 
     @staticmethod
     def _is_refusal(error: BaseException) -> bool:

@@ -19,7 +19,7 @@ from pgtask_sa.events import Events
 from pgtask_sa.failures import describe, headline, is_blameless
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
-from pgtask_sa.mapping import TaskMixin, dead_task_class, task_table, unique_columns
+from pgtask_sa.mapping import TaskMixin, dead_task_class, mapped_table, task_table, unique_columns
 from pgtask_sa.retry import Policy, Verdict, decide
 from pgtask_sa.rows import WHOLE_ROW
 
@@ -84,7 +84,7 @@ class Tables:
 
     def __init__(self, task_class: type[Any]) -> None:
         self.task: Table = task_table(task_class)
-        self.dead: Table = dead_task_class(task_class).__table__
+        self.dead: Table = mapped_table(dead_task_class(task_class))
         self.json = statements.is_json(self.task)
         mapper = task_class.__mapper__
         self.own_columns: dict[str, str] = {
