@@ -7,14 +7,19 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from waiting import let_pass
 
+from pgtask_sa.events import Events
+from pgtask_sa.lanes import Trouble
 from pgtask_sa.mapping import LOCK_CLASS
+from pgtask_sa.wakeup import Health
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -117,6 +122,25 @@ def test_a_loop_that_ends_while_nothing_runs(db_url):
     with running:
         running.enqueue("LATER")
         assert 1 == running.wait()
+
+
+# -- a database that is away -----------------------------------------------------------------
+
+
+def test_a_single_connection_that_was_ended():
+    """It says nothing about the database, however new it was; the next one that fails does."""
+    told: list[str] = []
+    health = Health(Events([lambda event: told.append(event.name)]))
+    trouble = Trouble(SimpleNamespace(health=health))
+    gone = psycopg.OperationalError("server closed the connection unexpectedly")
+    for expected in ([], ["database.down"], ["database.down"]):
+        trouble.connecting()
+        trouble.seconds(gone)
+        assert expected == told
+    trouble.over()
+    trouble.connecting()
+    trouble.seconds(gone)
+    assert ["database.down", "database.up"] == told
 
 
 # -- deadlines -------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class Roster:
             shown = f"{count:,}" if count < COUNT_LIMIT else f"{COUNT_LIMIT:,} or more"
             self.events.emit(
                 "task.unhandled",
-                f"{shown} tasks of type {kind} wait: no handler here knows it",
+                f"{shown} of type {kind} waiting: no handler here knows it",
                 level=logging.WARNING,
                 task_type=kind,
                 count=count,
