@@ -151,7 +151,13 @@ class Execution:
         return []
 
     def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> list[Claimed]:
-        rows = self.connection.execute(statement, parameters).mappings().all()
+        try:
+            rows = self.connection.execute(statement, parameters).mappings().all()
+        except NotImplementedError as error:
+            # psycopg, of a moment, when the connection was lost while the answer was being read
+            if self.ground.status() == TransactionStatus.UNKNOWN:
+                raise psycopg.OperationalError("the connection was lost") from error
+            raise
         if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
             raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
         return [self.tables.claimed(row) for row in rows]

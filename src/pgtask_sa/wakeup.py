@@ -283,7 +283,8 @@ class Listener(threading.Thread):
 
 def one_line(error: BaseException) -> str:
     """Return the text of a database error as one line that is not too long."""
-    return " ".join(headline(getattr(error, "orig", None) or error).split())[:300]
+    text = headline(getattr(error, "orig", None) or error)
+    return " ".join(text.removeprefix("OSError: ").split())[:300]
 
 
 def no_table(table: Table) -> OSError:

@@ -220,6 +220,13 @@ class Worker:
     def _wind_up(self, crew: Crew) -> int:
         """First signal: finish what runs, within the grace. Second signal, or grace over: cut."""
         crew.close()
+        if running := crew.running():
+            self.events.emit(
+                "worker.stopping",
+                f"stopping; still running: {running}, for up to {self.options.grace:g} s "
+                "(a second signal cuts them off)",
+                running=running,
+            )
         deadline = time.monotonic() + self.options.grace
         while crew.busy() and not self._must_cut() and time.monotonic() < deadline:
             crew.wait(0.05)
