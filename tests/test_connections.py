@@ -79,7 +79,7 @@ def test_one_setting_that_is_refused(db_url, monkeypatch, broken):
         interval = connection.scalar(text("show client_connection_check_interval"))
         style = connection.scalar(text("show datestyle"))
     engine.dispose()
-    expected = ("0", "ISO, DMY") if broken == "CHECK_CLIENT" else ("500ms", "SQL, DMY")
+    expected = ("0", "ISO, DMY") if broken == "CHECK_CLIENT" else ("250ms", "SQL, DMY")
     assert expected == (interval, style)
 
 
@@ -188,3 +188,22 @@ def test_an_error_on_a_connection_that_is_gone(engine):
     ):
         connection.invalidate()
         raise ValueError("the cause")
+
+
+def test_an_idle_worker_holds_a_connection_for_each_lane_and_one_that_listens(db_url):
+    """What the README says of sizing: concurrency for each kind of handler, and one more."""
+    running = Running(db_url, concurrency=3)
+
+    @running.tasks.handler("SYNC")
+    def sync(session, params): ...
+
+    @running.tasks.handler("ASYNC")
+    async def awaited(session, params): ...
+
+    held = (
+        "select count(*) from pg_stat_activity"
+        " where datname = current_database() and pid <> pg_backend_pid()"
+    )
+    with running:
+        running.until_idle()
+        running.until(lambda: [(3 + 3 + 1,)] == running.rows(held))

@@ -10,6 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped
 from sweeping import KINDS, Sweeper
 
 from pgtask_sa import DeadTaskMixin, Retry, Snooze, TaskMixin
+from pgtask_sa.settle import Unsettled
 
 
 class Base(DeclarativeBase):
@@ -250,6 +251,27 @@ def test_a_task_that_the_table_does_not_take_back(sweeper):
     sweeper.drain()
     assert ([1] * 3, []) == (sweeper.marks(), sweeper.waiting())
     assert [("A", 1, "not put back")] == sweeper.dead()
+
+
+def test_a_task_that_no_table_takes(sweeper):
+    """It stays where it is, and those that were claimed together with it are done."""
+    sweeper.execute("alter table dead_task add check (task_type <> 'A')")
+    sweeper.batch_size = 10
+
+    @sweeper.handler("A", max_attempts=3)
+    def body(session, params, task):
+        raise ValueError
+
+    @sweeper.handler("B")
+    def fine(session, params, task):
+        mark(session)
+
+    sweeper.enqueue()
+    sweeper.enqueue(*[{}] * 3, task_type="B")
+    sweeper.execute("alter table task add constraint no_a check (task_type <> 'A') not valid")
+    with pytest.raises(Unsettled):
+        sweeper.sweep()
+    assert ([1] * 3, [("A", 0)], []) == (sweeper.marks(), sweeper.waiting(), sweeper.dead())
 
 
 def test_a_connection_that_the_handler_loses_counts(sync_sweeper):

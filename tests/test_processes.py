@@ -87,7 +87,7 @@ def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(fleet: F
             first.kill()
             began = time.monotonic()
             fleet.until(lambda: fleet.runner() not in (None, runner), 5)
-            assert 1.5 > time.monotonic() - began  # a second, and what a busy machine adds
+            assert 1 > time.monotonic() - began
     assert ([], 0) == (fleet.done(), fleet.count("dead_task"))
 
 

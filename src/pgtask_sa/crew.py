@@ -28,7 +28,9 @@ from pgtask_sa.settle import Settler, Tables
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, Listener, one_line
 from pgtask_sa.watchdog import Watchdog
 
-SIDE_CONNECTIONS = 3  # listening, enforcing a deadline, and one to spare
+# Kept open besides those of the lanes, at most: the one that listens, and of those that enforce
+# deadlines; more are opened and closed again.
+SIDE_CONNECTIONS = 3
 
 
 @dataclass(frozen=True)

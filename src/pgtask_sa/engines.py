@@ -28,8 +28,8 @@ CONNECT_ARGS = {
 }
 
 # A server process does not look at its socket while it runs a query. With this it notices within
-# half a second that its worker was killed, and gives the row back.
-CHECK_CLIENT = "set client_connection_check_interval = '500ms'"
+# a quarter of a second that its worker was killed, and gives the row back.
+CHECK_CLIENT = "set client_connection_check_interval = '250ms'"
 # Of the other styles, which a role or a database may have, psycopg reads no timestamps.
 DATE_STYLE = "set datestyle = 'ISO'"
 

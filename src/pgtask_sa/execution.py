@@ -37,7 +37,7 @@ from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlsta
 from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.retry import Policy, Verdict
-from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost
+from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost, Unsettled
 
 MAX_BLAMELESS = 20
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
@@ -125,6 +125,12 @@ class Execution:
             self._rescue(batch, lost)
             if lost.dirty:
                 raise
+            return len(batch)
+        except Unsettled:
+            self._give_up(transaction)
+            if len(batch) == 1:
+                raise
+            self._run_alone(batch)  # the others are not to wait for the one that nobody takes
             return len(batch)
         except BaseException:
             self._give_up(transaction)
@@ -293,13 +299,11 @@ class Execution:
 
     def _commit(self, transaction: Any, batch: list[Claimed]) -> bool:
         """Commit. A failure here is the only one that does not tell which task it belongs to."""
-        try:
-            if self.cut:
-                raise Stopped  # noqa: TRY301
-            transaction.commit()
-        except Stopped:
+        if self.cut:
             self._give_up(transaction)
-            raise
+            raise Stopped
+        try:
+            transaction.commit()
         except DBAPIError as error:
             lost = self.ground.status() == TransactionStatus.UNKNOWN or error.connection_invalidated
             if lost and sqlstate(error) not in TIME_LIMITS:
@@ -322,8 +326,18 @@ class Execution:
         if len(batch) == 1:
             self._blame(TransactionLost(batch[0], error))
             return
+        self._run_alone(batch)
+
+    def _run_alone(self, batch: list[Claimed]) -> None:
+        """Run each task of a batch that was rolled back in a transaction of its own."""
+        refused: Unsettled | None = None
         for claimed in batch:
-            self._transact(partial(self.settler.reclaim, claimed.task_id))
+            try:
+                self._transact(partial(self.settler.reclaim, claimed.task_id))
+            except Unsettled as error:
+                refused = error
+        if refused is not None:
+            raise refused  # the lane takes a rest: that task is free, and uncounted
 
     def _blame(self, lost: TransactionLost) -> None:
         """Note that a lost transaction is the task's fault, unless it is not."""

@@ -117,10 +117,6 @@ class Handler:
     timeout: float | None
     task_class: type[Any]
 
-    def dump_params(self, value: Any) -> dict[str, Any]:
-        """Validate params and return the JSON object to store; see `ParamsCodec.dump`."""
-        return self.codec.dump(value)
-
     def load_params(self, raw: Mapping[str, Any]) -> Any:
         """Return the params to hand over for a stored JSON object; see `ParamsCodec.load`."""
         return self.codec.load(raw)
