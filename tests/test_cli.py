@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import UUID
@@ -812,3 +813,9 @@ def test_migrate_only_goes_up(run):
     result = run("migrate", "--revision", "base")
     assert 2 == result.code
     assert "migrate only goes up" in result.err
+
+
+def test_the_pgtask_script_is_the_same_program():
+    """What pip installs as ``pgtask`` calls the main function that ``python -m pgtask_sa`` calls."""
+    (script,) = metadata.entry_points(group="console_scripts", name="pgtask")
+    assert cli.main is script.load()
