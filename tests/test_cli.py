@@ -816,6 +816,6 @@ def test_migrate_only_goes_up(run):
 
 
 def test_the_pgtask_script_is_the_same_program():
-    """What pip installs as ``pgtask`` calls the main function that ``python -m pgtask_sa`` calls."""
+    """What pip installs as ``pgtask`` is what ``python -m pgtask_sa`` runs."""
     (script,) = metadata.entry_points(group="console_scripts", name="pgtask")
     assert cli.main is script.load()
