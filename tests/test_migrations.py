@@ -70,9 +70,9 @@ def test_upgrade_creates_what_create_all_creates(db_url: str, migrated_url: str)
     created = _catalog(db_url)
     assert created == _catalog(migrated_url)
     assert {kind: len(rows) for kind, rows in created.items() if kind != "constraints"} == {
-        "columns": 18,
-        "relations": 8,
-        "indexes": 5,
+        "columns": 31,
+        "relations": 10,
+        "indexes": 6,
         "sequences": 1,
         "triggers": 1,
         "functions": 1,

@@ -22,6 +22,7 @@ from sqlalchemy import Connection, Table, text
 from sqlalchemy.dialects import postgresql
 
 from pgtask_sa.mapping import STORAGE, TaskBase, is_partitioned
+from pgtask_sa.presence_table import WORKER_STORAGE
 from pgtask_sa.triggers import create_wakeup_sql, drop_wakeup_sql, wakeup_name
 
 if TYPE_CHECKING:
@@ -123,8 +124,8 @@ def _compare_task_table(  # noqa: PLR0917 - Alembic's signature
     from alembic.util import PriorityDispatchResult  # noqa: PLC0415 - see the top
 
     connection = autogen_context.connection
-    is_task = metadata_table is None or metadata_table.info.get("pgtask") == "task"
-    if connection is not None and is_task:
+    is_ours = metadata_table is None or metadata_table.info.get("pgtask") in ("task", "worker")
+    if connection is not None and is_ours:
         triggers, storage = [], {}
         if conn_table is not None:
             triggers = _triggers(connection, schema, name)
@@ -140,17 +141,26 @@ def _changes(
     if wanted is None:
         return _dropped_table(found, triggers, storage) if found is not None and triggers else []
     if found is None:
-        return _new_table(wanted)
+        return _new_storage(wanted) + _new_wakeup(wanted)
     return _wakeup_changes(wanted, triggers) + _storage_changes(wanted, storage)
 
 
-def _new_table(table: Table) -> list[_Change]:
-    create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
-    (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
+def _is_task(table: Table) -> bool:
+    return table.info.get("pgtask") == "task"
+
+
+def _new_storage(table: Table) -> list[_Change]:
     # what the mapping names itself is part of Alembic's own create_table
     rest = {k: v for k, v in _wanted_storage(table).items() if k not in _mapped_storage(table)}
-    changes = [_Change(_set(table, rest))] if rest else []
-    return [*changes, _Change(create_function, drop_function), _Change(create_trigger)]
+    return [_Change(_set(table, rest))] if rest else []
+
+
+def _new_wakeup(table: Table) -> list[_Change]:
+    if not _is_task(table):
+        return []
+    create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
+    (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
+    return [_Change(create_function, drop_function), _Change(create_trigger)]
 
 
 def _dropped_table(
@@ -169,6 +179,8 @@ def _drop(trigger: _Trigger) -> list[_Change]:
 
 
 def _wakeup_changes(table: Table, found: list[_Trigger]) -> list[_Change]:
+    if not _is_task(table):
+        return []
     create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
     (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
     kept = [t for t in found if t.name == wakeup_name(table.name) and t.is_sound]
@@ -196,7 +208,8 @@ def _storage_changes(table: Table, found: Mapping[str, str]) -> list[_Change]:
 
 
 def _wanted_storage(table: Table) -> Mapping[str, Any]:
-    return {} if is_partitioned(table) else {**STORAGE, **_mapped_storage(table)}
+    ours = STORAGE if _is_task(table) else WORKER_STORAGE
+    return {} if is_partitioned(table) else {**ours, **_mapped_storage(table)}
 
 
 def _mapped_storage(table: Table) -> Mapping[str, Any]:
@@ -250,7 +263,8 @@ def _forget_our_marks(upgrade_ops: UpgradeOps) -> None:
 
     for operation in upgrade_ops.ops:
         if isinstance(operation, CreateTableOp):
-            operation.info = {k: v for k, v in operation.info.items() if k != "pgtask"}
+            marks = ("pgtask", "pgtask_worker")
+            operation.info = {k: v for k, v in operation.info.items() if k not in marks}
 
 
 # -- looking at the database -----------------------------------------------------------------------

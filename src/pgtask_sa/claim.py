@@ -61,6 +61,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from sqlalchemy import (
     REAL,
+    BigInteger,
     ColumnElement,
     DateTime,
     Executable,
@@ -86,12 +87,14 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.rows import whole_row
+from pgtask_sa.rows import quoted, whole_row
 
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Now: TypeAlias = "ColumnElement[Any]"
 
 APPLICATION_NAME = "pgtask"
+# Under these names it travels:
+ROW_VERSION, BACKEND_PID, BEGUN_AT = "pgtask_version", "pgtask_pid", "pgtask_begun"
 
 # Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
@@ -117,7 +120,21 @@ def claim_columns(table: Table) -> list[ColumnElement[Any]]:
     JSON params come as text too, to be decoded where the failure to do so is the task's own.
     """
     read = [_returned(c) for c in table.columns if c.name not in ("run_at", "ticket")]
-    return [*read, whole_row(table)]
+    return [*read, whole_row(table), *_identity(table)]
+
+
+def _identity(table: Table) -> list[ColumnElement[Any]]:
+    """Return which version of the row this is, and which transaction of which server process.
+
+    Any write makes another version. And behind a pooler only the server knows its process.
+    """
+    version = cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
+    begun = cast(func.transaction_timestamp(), Text)
+    return [
+        version.label(ROW_VERSION),
+        func.pg_backend_pid().label(BACKEND_PID),
+        begun.label(BEGUN_AT),
+    ]
 
 
 def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:

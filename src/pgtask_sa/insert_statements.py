@@ -139,7 +139,13 @@ def insert_unless_waiting(new: NewTask) -> Insert:
     own = [c[name].is_not_distinct_from(row[name]) for name in row if name not in _LIBRARY_KEYS]
     waiting = (
         select(literal(1))
-        .where(c.task_type == row["task_type"], c.coalesce_key == key, c.params == params, *own)
+        .where(
+            c.task_type == row["task_type"],
+            c.coalesce_key == key,
+            c.params == params,
+            c.lease_token.is_(None),  # else it runs
+            *own,
+        )
         .with_for_update(key_share=True, read=True, skip_locked=True)
     )
     return pg_insert(new.task_class).from_select(list(row), _select(row).where(~exists(waiting)))

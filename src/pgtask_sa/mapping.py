@@ -8,6 +8,10 @@ serve the worker:
   ticket and walking up an index, which is a fair lottery at the price of one index probe.
 * ``attempts``   how often the task was tried and failed; ``last_error`` says why.
 * ``coalesce_key``  set only by ``enqueue(.., coalesce=True)``; finds an equal waiting task.
+* ``lease_token``  set while a handler of the leased mode runs: who holds the lease, which ends at
+  ``run_at``.
+
+A third table comes with the first: see `presence_table`.
 
 Use `Task` as it is, or put `TaskMixin` on your own Base. Indexes, storage parameters and the
 wake-up trigger are added to whichever table results, and are created and dropped with it.
@@ -20,6 +24,7 @@ import enum
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, ClassVar
+from uuid import UUID
 
 from sqlalchemy import (
     BigInteger,
@@ -33,6 +38,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    Uuid,
     event,
     func,
     text,
@@ -41,7 +47,7 @@ from sqlalchemy.dialects.postgresql import JSONB, REAL
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Mapper, mapped_column
 from sqlalchemy.schema import conv
 
-from pgtask_sa import triggers
+from pgtask_sa import presence_table, triggers
 from pgtask_sa.errors import ConfigurationError, EnqueueError
 
 LOCK_CLASS = triggers.LOCK_CLASS
@@ -95,6 +101,7 @@ class TaskMixin:
     last_error: Mapped[str | None] = mapped_column(Text)
     ticket: Mapped[float] = mapped_column(REAL, nullable=False, server_default=func.random())
     coalesce_key: Mapped[int | None] = mapped_column(BigInteger)
+    lease_token: Mapped[UUID | None] = mapped_column(Uuid)
 
     __dead_task__: ClassVar[type[Any] | None] = None
 
@@ -211,6 +218,7 @@ def _complete_table(mapper: Mapper[Any], kind: type[Any]) -> None:
     _refuse_incomplete(kind, table)
     table.info["pgtask"] = "task"
     _add_indexes(table)
+    presence_table.add_worker_table(table)
     event.listen(table, "after_create", _set_storage)
     event.listen(table, "after_create", _after_create)
     event.listen(table, "after_drop", _after_drop)

@@ -22,8 +22,13 @@ _POSTGRES = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-ca
 
 def whole_row(table: Table) -> ColumnElement[Any]:
     """Return the whole row as text, for a RETURNING clause."""
-    name = _POSTGRES.identifier_preparer.quote(table.name)
-    return cast(literal_column(f"{name}.*"), Text).label(WHOLE_ROW)
+    return cast(literal_column(f"{quoted(table)}.*"), Text).label(WHOLE_ROW)
+
+
+def quoted(table: Table) -> str:
+    """Return the name of a table, without its schema, as it stands in a statement."""
+    name: str = _POSTGRES.identifier_preparer.quote(table.name)
+    return name
 
 
 class RowType(UserDefinedType[str]):

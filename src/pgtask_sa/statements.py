@@ -103,6 +103,10 @@ def _outcome() -> dict[str, ColumnElement[Any]]:
     }
 
 
+def _lease() -> dict[str, ColumnElement[Any]]:
+    return {"lease_token": bindparam("pgtask_lease", None, type_=Text)}
+
+
 def _soon(now: Now | None) -> ColumnElement[Any]:
     return (server_now() if now is None else now) + bindparam("pgtask_delay", type_=Interval)
 
@@ -118,7 +122,9 @@ def retry(
     unique: Sequence[str] | None = None,
     now: Now | None = None,
 ) -> Insert:
-    """Put a failed task back: the row as it was, ``:pgtask_row``, with what the attempt changed.
+    """Put a claimed task back: the row as it was, ``:pgtask_row``, with what the attempt changed.
+
+    With ``:pgtask_lease`` it is not free: for ``:pgtask_delay`` it is leased to who has the token.
 
     Where the table has a unique constraint an equal task may have been enqueued meanwhile. Then
     the two become one, which keeps the higher count.
@@ -129,7 +135,7 @@ def retry(
         unique: columns of its unique constraint or index; see `mapping.unique_columns`.
         now: an expression in place of the server's clock.
     """
-    row = restored(table, names, **_outcome(), run_at=_soon(now))
+    row = restored(table, names, **_outcome(), **_lease(), run_at=_soon(now))
     target = _target(table, names)
     statement = Reinsert(target).from_select(
         list(names), select(*[row.c[name] for name in names]), include_defaults=False
@@ -167,6 +173,7 @@ def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
             table.c.coalesce_key == row.c.coalesce_key,
             table.c.params == row.c.params,
             or_(table.c.run_at.is_(None), table.c.run_at <= _soon(now)),
+            table.c.lease_token.is_(None),
             *[c.is_not_distinct_from(row.c[c.name]) for c in own],
         )
         .limit(1)

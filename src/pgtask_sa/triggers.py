@@ -63,6 +63,16 @@ def wakeup_name(table_name: str) -> str:
     return f"{stem(table_name)}_wakeup"
 
 
+def worker_table_name(table_name: str) -> str:
+    """Name the table that the workers of a task table write to.
+
+    Example:
+        >>> worker_table_name("task")
+        'task_worker'
+    """
+    return f"{stem(table_name)}_worker"
+
+
 def create_wakeup_sql(dialect: Any, name: str, schema: str | None = None) -> list[str]:
     """Return the statements that create the wake-up trigger of a task table.
 

@@ -22,4 +22,4 @@ WHERE task.task_type = kinds.kind AND task.run_at BETWEEN '-infinity' AND statem
 ORDER BY task.run_at
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_3) AS picked ON true
 LIMIT 1)))
-RETURNING task.task_id, CAST(task.task_type AS TEXT) AS task_type, CAST(task.params AS TEXT) AS params, greatest('0001-01-02', least(task.created_at, '9999-01-02')) AS created_at, task.attempts, task.last_error, task.coalesce_key, CAST(task.* AS TEXT) AS pgtask_row, set_config('application_name', left(concat('pgtask ', task.task_id, ' ', task.task_type), 63), true) AS pgtask_announced
+RETURNING task.task_id, CAST(task.task_type AS TEXT) AS task_type, CAST(task.params AS TEXT) AS params, greatest('0001-01-02', least(task.created_at, '9999-01-02')) AS created_at, task.attempts, task.last_error, task.coalesce_key, task.lease_token, CAST(task.* AS TEXT) AS pgtask_row, CAST(CAST(task.xmin AS TEXT) AS BIGINT) AS pgtask_version, pg_backend_pid() AS pgtask_pid, CAST(transaction_timestamp() AS TEXT) AS pgtask_begun, set_config('application_name', left(concat('pgtask ', task.task_id, ' ', task.task_type), 63), true) AS pgtask_announced
