@@ -19,7 +19,7 @@ RELEASE = threading.Event()
 
 @pytest.fixture(autouse=True)
 def _release(monkeypatch):
-    for module in ("watchdog", "lanes"):
+    for module in ("watchdog", "faces"):
         monkeypatch.setattr(f"pgtask_sa.{module}.SECOND_GRACE", 0.5)
     RELEASE.clear()
     yield

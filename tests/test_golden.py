@@ -10,7 +10,15 @@ from golden_sql import GOLDEN, expected_text, normalised, sql_text
 from own_models import DigestJob, EnumJob, HstoreJob, PlainJob, UniqueJob
 from sqlalchemy import Executable, column, func
 
-from pgtask_sa import DeadTask, Task, claim, reports, statements
+from pgtask_sa import (
+    DeadTask,
+    Task,
+    claim,
+    lease_statements,
+    presence_statements,
+    reports,
+    statements,
+)
 from pgtask_sa.statements import mapped_names
 
 if TYPE_CHECKING:
@@ -68,6 +76,20 @@ CASES: dict[str, Callable[[], Executable]] = {
     "table_oid.schema": lambda: statements.table_oid(ENUM),
     "announce_sleep": statements.announce_sleep,
     "withdraw_sleep": statements.withdraw_sleep,
+    "end_transaction": statements.end_transaction,
+    "hold_presence": presence_statements.hold_presence,
+    "enlist": lambda: presence_statements.enlist(TASK),
+    "note_claim": lambda: presence_statements.note_claim(TASK),
+    "deaths": lambda: presence_statements.deaths(TASK),
+    "deaths.schema": lambda: presence_statements.deaths(ENUM),
+    "note_alive": lambda: presence_statements.note_alive(TASK),
+    "dismiss": lambda: presence_statements.dismiss(TASK),
+    "dismiss_dead": lambda: presence_statements.dismiss_dead(TASK),
+    "renew_lease": lambda: lease_statements.renew_lease(TASK),
+    "hold_lease": lambda: lease_statements.hold_lease(TASK),
+    "finish_lease": lambda: lease_statements.finish_lease(TASK),
+    "take_leased": lambda: lease_statements.take_leased(TASK),
+    "release_lease": lambda: lease_statements.release_lease(TASK),
     "next_in_line": lambda: reports.next_in_line(TASK),
     "all_waiting": lambda: reports.all_waiting(TASK),
     "summarize_waiting": lambda: reports.summarize_waiting(TASK, 100),
@@ -77,7 +99,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "clock": reports.clock,
 }
 
-# Public functions of the two modules that return parts of statements, or no SQL.
+MODULES = (claim, statements, reports, presence_statements, lease_statements)
+# Public functions of these modules that return parts of statements, or no SQL.
 PARTS = {"server_now", "kinds_of", "claim_columns", "mapped_names", "is_json", "by_ids"}
 
 
@@ -100,7 +123,7 @@ def test_golden_text(name: str) -> None:
 def test_each_statement_has_a_golden_text() -> None:
     """A statement that is added must come with a case here; PARTS names the other functions."""
     covered = {name.partition(".")[0] for name in CASES}
-    assert covered | PARTS == functions_of(claim) | functions_of(statements) | functions_of(reports)
+    assert covered | PARTS == set().union(*map(functions_of, MODULES))
 
 
 def test_each_golden_text_has_a_statement() -> None:

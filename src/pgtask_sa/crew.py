@@ -7,24 +7,29 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from sqlalchemy import URL, Connection
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.claim import ClaimOptions
+from pgtask_sa.admission import Lease
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ClaimOptions
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import worker_async_engine, worker_engine
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
+from pgtask_sa.execution import Execution
 from pgtask_sa.handlers import Handler
 from pgtask_sa.lanes import AsyncLane, Lane, Shared, SyncLane
+from pgtask_sa.lease_statements import release_lease
+from pgtask_sa.leases import Keeper
+from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
-from pgtask_sa.settle import Settler, Tables
+from pgtask_sa.settle import Claimed, Settler, Tables
+from pgtask_sa.statements import end_transaction
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, Listener, one_line
 from pgtask_sa.watchdog import Watchdog
 
@@ -44,6 +49,7 @@ class Options:
     grace: float = 30.0
     idle_interval: float = 5.0
     report_interval: float = 60.0
+    supervised: bool = False
 
     def __post_init__(self) -> None:
         for name, most in (("concurrency", 1000), ("processes", 1000)):
@@ -80,6 +86,9 @@ class Crew:
         self.counts = {kind: o.concurrency for kind, types in self.roster.types.items() if types}
         self.bell = Doorbell(self.counts)
         self.health = Health(plan.events)
+        self.presence = Presence(self.engine, plan.tables.task)
+        self.keeper = Keeper(self.engine, plan.tables, self.presence, plan.events)
+        self.keeper.on_lost = self._lease_lost
         self.watchdog = Watchdog(self.engine, self._settler)
         self.watchdog.on_stuck = self._replace
         self.shared = Shared(
@@ -94,6 +103,8 @@ class Crew:
             make_session=plan.session,
             make_async_session=plan.async_session,
             stopping=stopping,
+            presence=self.presence,
+            keeper=self.keeper,
         )
         self.listener = Listener(
             self.engine,
@@ -104,9 +115,9 @@ class Crew:
             report_interval=o.report_interval,
         )
         self.lanes: list[SyncLane] = []
-        self.loop = LoopThread(self.shared, plan.url, self.counts.get("async", 0))
-        self.loop.on_death = self._loop_died
+        self.loop = self._new_loop()
         self.failed = False
+        self.stuck = False  # in a handler: this process should be replaced
 
     def _settler(self, connection: Connection) -> Settler:
         return Settler(connection, self.plan.tables, self.plan.handlers, self.plan.events)
@@ -118,6 +129,7 @@ class Crew:
         else:
             self.listener.start()
         self.watchdog.start()
+        self.keeper.start()
         for _ in range(self.counts.get("sync", 0)):
             self._add_lane()
         if self.loop.count:
@@ -137,20 +149,51 @@ class Crew:
         lane.start()
 
     def _replace(self, lane: SyncLane | AsyncLane) -> None:
-        """Write off a lane whose handler does not come back, and start another if that can help."""
-        if self.stopping.is_set():
+        """Write off a lane whose handler does not come back, and see to it that work goes on."""
+        if self.stopping.is_set() or lane.abandoned:
             return
-        threaded = isinstance(lane, SyncLane)
-        what = "another takes its place" if threaded else "it blocks all async handlers"
         self.plan.events.emit(
             "lane.stuck",
-            f"{lane.name} is stuck in a handler long after its deadline; {what}",
+            f"{lane.name} is stuck in a handler long after its time; {self._remedy(lane)}",
             level=logging.ERROR,
         )
-        if not isinstance(lane, SyncLane):
-            return
-        lane.abandoned = True
-        self._add_lane()
+        self._abandon(lane)
+        if self.plan.options.supervised:
+            self.stuck = True
+            self.stop()
+        elif isinstance(lane, SyncLane):
+            self._add_lane()
+        else:
+            self._replace_loop()
+
+    def _remedy(self, lane: SyncLane | AsyncLane) -> str:
+        if self.plan.options.supervised:
+            return "another process takes the place of this one"
+        if isinstance(lane, SyncLane):
+            return "another takes its place"
+        return "another event loop takes the place of the one that it blocks"
+
+    def _abandon(self, lane: SyncLane | AsyncLane) -> None:
+        lanes = [lane] if isinstance(lane, SyncLane) else self.loop.lanes
+        for each in lanes:
+            each.abandoned = True
+            self.shared.gate.leave(each)
+            with suppress(*DATABASE_ERRORS):
+                self.shared.rest(each)
+        if isinstance(lane, AsyncLane):
+            self.loop.abandon()
+            self._fence(self.loop.lanes)
+
+    def _replace_loop(self) -> None:
+        """Start another event loop; what ran on the old one was cut off, and runs again."""
+        self.bell.forget("async")
+        self.loop = self._new_loop()
+        self.loop.start()
+
+    def _new_loop(self) -> LoopThread:
+        loop = LoopThread(self.shared, self.plan.url, self.counts.get("async", 0))
+        loop.on_death = self._loop_died
+        return loop
 
     def _loop_died(self, error: BaseException) -> None:
         """Stop the worker: a process without its async lanes looks alive, and is not."""
@@ -162,7 +205,7 @@ class Crew:
         )
         self.stopping.set()
         self.loop.give_up()
-        self._fence()  # nobody can roll back any more on what is still open
+        self._fence(self.loop.lanes)  # nobody can roll back any more on what is still open
         self.stop()
 
     def close(self) -> None:
@@ -203,7 +246,10 @@ class Crew:
         self.loop.cut()
         self._wait_for(lambda: not self.loop.busy(), 0.3)
         # in a thread: the database may be away, and that must not delay the end
-        threading.Thread(target=self._fence, name="pgtask-fence", daemon=True).start()
+        everybody = (self._all_lanes(),)
+        threading.Thread(
+            target=self._fence, args=everybody, name="pgtask-fence", daemon=True
+        ).start()
         self._wait_for(lambda: not self.busy(), 1.0)
 
     def _wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -211,28 +257,63 @@ class Crew:
         while not condition() and time.monotonic() < deadline:
             self.wait(0.02)
 
-    def _fence(self) -> None:
-        """End the server processes of all lanes that still run something."""
-        executions = [lane.execution for lane in self._all_lanes()]
+    def _fence(self, lanes: Sequence[Lane]) -> None:
+        """End the transactions and the leases of all that still runs on some lanes."""
         try:
-            with self.engine.connect() as connection:
-                for execution in executions:
-                    if execution is not None and execution.running is not None:
-                        driver: Any = execution.connection.connection.driver_connection
-                        pid = driver.info.backend_pid
-                        connection.exec_driver_sql("select pg_terminate_backend(%s)", (pid,))
+            with self.engine.begin() as connection:
+                for lane in lanes:
+                    if lane.execution is not None:
+                        self._cut_off(connection, lane.execution)
         except Exception as error:  # noqa: BLE001 - the database is away; then the rows are free
             self.plan.events.emit("lane.cut", repr(error), level=logging.DEBUG)
+
+    def _cut_off(self, connection: Connection, execution: Execution) -> None:
+        claimed, lease = execution.running, execution.lease
+        if lease is not None:
+            connection.execute(release_lease(self.plan.tables.task), lease.key)
+        elif claimed is not None:
+            row = claimed.values
+            ended = {"pid": row[BACKEND_PID], "begun": row[BEGUN_AT]}
+            connection.execute(end_transaction(), ended)
+
+    def cancel(self, task_id: int) -> None:
+        """Stop a task that was cancelled: it is settled, and its transaction has been ended."""
+        for lane in self._all_lanes():
+            execution = lane.execution
+            claimed = execution.running if execution is not None else None
+            if execution is not None and claimed is not None and claimed.task_id == task_id:
+                execution.settled = claimed
+                self._stop_handler(lane, claimed)
+
+    def _lease_lost(self, lease: Lease) -> None:
+        lease.lost = True
+        for lane in self._all_lanes():
+            if lane.execution is not None and lane.execution.lease is lease:
+                self._stop_handler(lane, lease.claimed)
+
+    def _stop_handler(self, lane: Lane, claimed: Claimed) -> None:
+        lane.interrupt()
+        self.watchdog.abandon_later(lane, claimed)
 
     def end(self) -> None:
         """Close what is left open."""
         self.watchdog.stop()
+        self.keeper.stop()
+        if self.keeper.is_alive():
+            self.keeper.join(1.0)
+        self._leave()
         if self.listener.is_alive():
             self.listener.join(2.0)
         if not self.busy():
             if self.plan.options.drain:
                 self._report()
             self.engine.dispose()
+
+    def _leave(self) -> None:
+        try:
+            self.presence.leave()
+        except DATABASE_ERRORS as error:
+            self.plan.events.emit("presence", one_line(error), level=logging.DEBUG)
 
     def _report(self) -> None:
         """Tell at the end of a drain what was left for want of a handler."""
@@ -255,6 +336,7 @@ class LoopThread(threading.Thread):
         self.loop: asyncio.AbstractEventLoop | None = None
         self.on_death: Callable[[BaseException], object] = lambda _error: None
         self._running = count
+        self._abandoned = False
 
     def run(self) -> None:
         """Run all lanes to their end."""
@@ -312,7 +394,12 @@ class LoopThread(threading.Thread):
 
     def busy(self) -> int:
         """Count the lanes that have not ended yet."""
-        return self._running if self.is_alive() else 0
+        return self._running if self.is_alive() and not self._abandoned else 0
+
+    def abandon(self) -> None:
+        """Leave the loop to itself, that a handler blocks; when it comes back, it ends."""
+        self._abandoned = True
+        self.cut()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread, if it was ever started."""

@@ -80,6 +80,12 @@ class Doorbell:
         for wake in sleepers:
             wake()
 
+    def forget(self, kind: str) -> None:
+        """Forget the sleepers of a kind, whose lanes are replaced by as many new ones."""
+        with self._lock:
+            self._awake += len(self._sleepers[kind])
+            self._sleepers[kind].clear()
+
     def anyone_asleep(self) -> bool:
         """Say whether any lane waits for work."""
         return any(self._sleepers.values())

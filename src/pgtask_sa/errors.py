@@ -104,3 +104,24 @@ class TaskFailed(TaskError):  # noqa: N818
         Traceback (most recent call last):
         pgtask_sa.errors.TaskFailed: the handler ended the worker's transaction
     """
+
+
+class WorkerDied(TaskError):  # noqa: N818
+    """What is recorded when a worker died, or was cut off, while it ran the task.
+
+    Example:
+        >>> raise WorkerDied("the worker died while it ran this task")
+        Traceback (most recent call last):
+        pgtask_sa.errors.WorkerDied: the worker died while it ran this task
+    """
+
+
+class LeaseLost(TaskError):  # noqa: N818
+    """A handler in leased mode wants to commit, but its task is not its own any more.
+
+    The lease ran out, or the task was cancelled. Nothing of the transaction was written.
+
+    Example:
+        >>> issubclass(LeaseLost, TaskError)
+        True
+    """

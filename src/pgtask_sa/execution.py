@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -30,18 +30,22 @@ from sqlalchemy import Connection, Executable
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
+from pgtask_sa.admission import Admission, Lease
+from pgtask_sa.calls import Face, arguments, close
 from pgtask_sa.claim import REPLAN, Claimer
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import ENDED, Ground
-from pgtask_sa.handlers import Handler, TaskView
+from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
-from pgtask_sa.settle import Claimed, Settler, Tables, TransactionLost, Unsettled
+from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
 
 MAX_BLAMELESS = 20
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
+# Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
+SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
 IN_USE = "the handler ended while something of it still worked with its session"
 TIME_LIMITS = ("25P03", "25P04")  # the server ended a transaction that took too long
 
@@ -52,16 +56,6 @@ class Stopped(BaseException):
 
 def _nothing() -> None:
     pass
-
-
-class Face(Protocol):
-    """How handlers of one kind, sync or async, get their session and are called."""
-
-    def open(self) -> tuple[Session, Any]:
-        """Return a new session as this code sees it, and as the handler does."""
-
-    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
-        """Run the handler to its end."""
 
 
 class Execution:
@@ -96,6 +90,9 @@ class Execution:
         self.settled: Claimed | None = None  # set from outside: and its attempt has been counted
         self.owed: list[TransactionLost] = []  # survives the connection: a lane hands it on
         self.blameless: dict[int, int] = {}  # task_id to count; a worker's lanes share one
+        self.admission: Admission | None = None  # not in somebody else's transaction
+        self.granted: list[Lease] = []  # to be run next, outside of this transaction
+        self.lease: Lease | None = None  # of what runs
         self._transaction: Any = None
         self._alone = True  # in its batch
 
@@ -118,7 +115,7 @@ class Execution:
         try:
             batch = claim()
             self._alone = len(batch) == 1
-            finished = [self._attempt(claimed) for claimed in batch]
+            finished = self._work(batch)
         except TransactionLost as lost:
             self._give_up(transaction)
             self._blame(lost)
@@ -137,12 +134,35 @@ class Execution:
             raise
         if self._commit(transaction, batch):
             self.on_commit()
+            self._keep_leases()
             if self.ground.moved:  # settings that the next task must not meet
                 self.ground.moved = False
                 self.connection.invalidate()
             for report in finished:
                 self.settler.tell(*report)
         return len(batch)
+
+    def _work(self, batch: list[Claimed]) -> list[Report]:
+        """Run what may run of a batch; return what became of each task."""
+        if self.admission is None:
+            return [self._attempt(claimed) for claimed in batch]
+        admitted, reports = self.admission.admit(batch)
+        return reports + [self._attempt(claimed) for claimed in admitted]
+
+    def _keep_leases(self) -> None:
+        if self.admission is not None:
+            self.granted += self.admission.leases
+            self.admission.leases = []
+
+    def sweep_alone(self, task_ids: list[int]) -> None:
+        """Claim and run tasks by their numbers, one by one, while nothing else runs."""
+        assert self.admission is not None  # noqa: S101 - it has demanded this
+        self.admission.alone = True
+        try:
+            for task_id in task_ids:
+                self._transact(partial(self.settler.reclaim, task_id))
+        finally:
+            self.admission.alone = False
 
     def _claim(self) -> list[Claimed]:
         if self.claimer.must_replan():
@@ -168,7 +188,7 @@ class Execution:
             raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
         return [self.tables.claimed(row) for row in rows]
 
-    def _attempt(self, claimed: Claimed) -> tuple[Claimed, Verdict, BaseException | None, float]:
+    def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""
         handler = self.handlers[claimed.task_type]
         start = time.perf_counter()
@@ -182,18 +202,19 @@ class Execution:
 
     def _run(self, handler: Handler, claimed: Claimed) -> BaseException | None:
         """Call the handler on firm ground; return what went wrong, if anything did."""
-        session, handed = self.face.open()
+        session, handed = self.face.open(**SESSION)
         error: BaseException | None = None
         with self.ground:
             try:
-                self.face.call(handler, self._arguments(handler, handed, claimed), claimed)
+                given = arguments(handler, handed, claimed, self.tables)
+                self.face.call(handler, given, claimed)
                 self._finish(session)
             except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
                 error = raised
             status = self.ground.status()
         if status == TransactionStatus.ACTIVE:
             self.connection.invalidate()  # to end the session on it would wait for ever
-        trouble = self._close(session)
+        trouble = close(session, self.events)
         if self.cut:
             raise Stopped from error
         if self.expired is claimed:
@@ -221,34 +242,6 @@ class Execution:
         if session.in_transaction():
             session.commit()
         self.ground.keep(check=self._alone and self._checks)
-
-    def _arguments(self, handler: Handler, handed: Any, claimed: Claimed) -> tuple[Any, ...]:
-        raw = claimed.params()
-        arguments = (handed, handler.load_params(raw))
-        return (*arguments, self._view(handler, claimed, raw)) if handler.takes_task else arguments
-
-    def _view(self, handler: Handler, claimed: Claimed, raw: Any) -> TaskView:
-        columns = {key: claimed.values[name] for key, name in self.tables.own_columns.items()}
-        return TaskView(
-            task_id=claimed.task_id,
-            task_type=claimed.task_type,
-            params=raw,
-            created_at=claimed.values["created_at"],
-            attempt=claimed.attempts + 1,
-            max_attempts=handler.policy.max_attempts,
-            columns=columns,
-        )
-
-    def _close(self, session: Session) -> Exception | None:
-        """End the session for good; return the error if something is amiss with it."""
-        try:
-            session.close()
-        except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
-            self.events.emit("session.close", f"not closed: {error!r}", level=logging.DEBUG)
-            return error
-        finally:
-            session.bind = None  # a handler that kept it cannot write into the next one's work
-        return None
 
     # -- what became of it -------------------------------------------------------------------
 
@@ -359,7 +352,8 @@ class Execution:
     def _rescue(self, batch: list[Claimed], lost: TransactionLost) -> None:
         """Note the rest of a batch, whose rows a handler may have committed away unrun."""
         if lost.ended:
-            rest = batch[batch.index(lost.claimed) + 1 :]
+            ids = [claimed.task_id for claimed in batch]
+            rest = batch[ids.index(lost.claimed.task_id) + 1 :]
             self.owed += [
                 TransactionLost(claimed, None, ended=True, unrun=True) for claimed in rest
             ]

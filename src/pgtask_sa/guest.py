@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Executable
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
+from pgtask_sa.calls import T
 from pgtask_sa.claim import Claimer
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
@@ -26,7 +27,6 @@ from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
 from pgtask_sa.ground import Ground, watch_errors
 from pgtask_sa.handlers import Handler, TaskRegistry
-from pgtask_sa.lanes import SESSION
 from pgtask_sa.reports import next_in_line
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
@@ -142,12 +142,15 @@ class _Faces:
         self.is_async = False  # the handler whose turn it is
         self.error: BaseException | None = None
 
-    def open(self) -> tuple[Session, Any]:
+    def open(self, **options: Any) -> tuple[Session, Any]:
         if self.is_async:
-            handed = self.make_async(bind=self.async_connection, **SESSION)
+            handed = self.make_async(bind=self.async_connection, **options)
             return handed.sync_session, handed
-        session = self.make(bind=self.connection, **SESSION)
+        session = self.make(bind=self.connection, **options)
         return session, session
+
+    def aside(self, work: Callable[[], T]) -> T:
+        return work()
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], _claimed: Claimed) -> None:
         self.error = None

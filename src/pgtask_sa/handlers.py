@@ -15,11 +15,11 @@ import sys
 import threading
 import weakref
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
-from pgtask_sa.errors import EnqueueError, HandlerError
+from pgtask_sa.errors import ConfigurationError, EnqueueError, HandlerError
 from pgtask_sa.mapping import Task, task_label, task_table
 from pgtask_sa.retry import (
     DEFAULT_MAX_ATTEMPTS,
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
     from pgtask_sa.codec import ParamsCodec
 
 F = TypeVar("F", bound=AnyFunction)
+Mode: TypeAlias = Literal["transactional", "leased"]
+
+# How long a handler of the transactional mode may hold its transaction, unless it says otherwise.
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+DEFAULT_LEASE = timedelta(minutes=1)
+SHORTEST_LEASE = 1.0  # seconds; it is renewed three times in its length
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +102,8 @@ class Handler:
         takes_task: it wants a `TaskView` as third argument.
         codec: between the annotation of its params and JSON.
         policy: how often and how soon it is tried again.
-        timeout: seconds that one attempt may take; None leaves it to the worker.
+        timeout: seconds that one attempt may take; None is no limit.
+        lease: seconds of a lease, in the leased mode; None in the transactional one.
         task_class: the mapped class of its registry.
 
     Example:
@@ -115,6 +122,7 @@ class Handler:
     codec: ParamsCodec
     policy: Policy
     timeout: float | None
+    lease: float | None
     task_class: type[Any]
 
     def load_params(self, raw: Mapping[str, Any]) -> Any:
@@ -179,7 +187,9 @@ class TaskRegistry:
         *,
         max_attempts: int = DEFAULT_MAX_ATTEMPTS,
         backoff: BackoffLike = Backoff(),  # noqa: B008 - frozen
-        timeout: Seconds | None = None,
+        timeout: Seconds | Literal["default"] | None = "default",
+        mode: Mode = "transactional",
+        lease: Seconds | None = None,
     ) -> Callable[[F], F]:
         """Register a function as the handler of a task type; a decorator.
 
@@ -191,7 +201,13 @@ class TaskRegistry:
             max_attempts: after this many failed attempts a task is buried.
             backoff: a `Backoff`, a fixed delay (seconds or timedelta), or a function from the
                 number of the failed attempt to a delay.
-            timeout: seconds or timedelta that one attempt may take; None leaves it to the worker.
+            timeout: seconds or timedelta that one attempt may take; None is no limit. By default
+                5 minutes in the transactional mode, and no limit in the leased one.
+            mode: ``transactional`` runs it in the transaction of the claim: for seconds.
+                ``leased`` runs it with no transaction open: for minutes and hours. The session
+                begins a transaction when it is used, and may commit as often as it likes.
+            lease: seconds or timedelta, at least one second, after which the task of a worker that
+                was killed, frozen or cut off runs elsewhere; only for the leased mode (1 minute).
 
         Returns:
             A decorator that returns the function as it is.
@@ -210,7 +226,8 @@ class TaskRegistry:
         """
         label = self._free_label(task_type)
         policy = Policy(max_attempts, as_backoff(backoff))
-        limit = None if timeout is None else _positive(timeout)
+        length = _lease(mode, lease)
+        limit = _limit(mode, timeout)
 
         def register(function: F) -> F:
             # classes defined inside a function are known only to the frame that decorates
@@ -225,6 +242,7 @@ class TaskRegistry:
                 codec=shape.codec,
                 policy=policy,
                 timeout=limit,
+                lease=length,
                 task_class=self.task_class,
             )
             self._add(handler)
@@ -348,6 +366,25 @@ def _name(function: AnyFunction) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def _positive(timeout: Seconds) -> float:
+def _limit(mode: Mode, timeout: Seconds | Literal["default"] | None) -> float | None:
+    if timeout == "default":
+        return DEFAULT_TIMEOUT.total_seconds() if mode == "transactional" else None
+    if timeout is None:
+        return None
+    if isinstance(timeout, str):
+        raise ConfigurationError(f"timeout must be seconds or a timedelta, got {timeout!r}")
     seconds = as_seconds(timeout, "timeout")
     return seconds or as_seconds(-1, "timeout")
+
+
+def _lease(mode: Mode, lease: Seconds | None) -> float | None:
+    if mode not in get_args(Mode):
+        raise ConfigurationError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if mode == "transactional":
+        if lease is not None:
+            raise ConfigurationError('a lease is for mode="leased" only')
+        return None
+    seconds = as_seconds(DEFAULT_LEASE if lease is None else lease, "lease")
+    if seconds < SHORTEST_LEASE:
+        raise ConfigurationError(f"lease must be {SHORTEST_LEASE:g} or more seconds, got {lease!r}")
+    return seconds

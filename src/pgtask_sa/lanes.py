@@ -8,37 +8,40 @@ is away, and the end.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
+from pgtask_sa.admission import Admission
+from pgtask_sa.calls import Face
 from pgtask_sa.claim import Claimer, ClaimOptions
 from pgtask_sa.doorbell import Doorbell
-from pgtask_sa.errors import TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution, Stopped, timed_out
+from pgtask_sa.execution import Execution, Stopped
+from pgtask_sa.faces import AsyncFace, SyncFace
 from pgtask_sa.failures import is_blameless, sqlstate
 from pgtask_sa.handlers import Handler
+from pgtask_sa.leases import Keeper, LeasedRuns
+from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
-from pgtask_sa.settle import Claimed, Tables, TransactionLost
+from pgtask_sa.settle import Tables, TransactionLost
+from pgtask_sa.solitude import LOOK, Gate, Solitary
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
 from pgtask_sa.watchdog import Watchdog
 
 PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
 RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
 UNDEFINED_TABLE = "42P01"
-SECOND_GRACE = 2.0  # for a coroutine that was cancelled, until its connection is cut
 
 
 class Lane(Protocol):
@@ -47,6 +50,11 @@ class Lane(Protocol):
     kind: str
     trouble: Trouble
     execution: Execution | None
+    entry: int | None
+    abandoned: bool
+
+    def interrupt(self) -> None:
+        """Stop the handler that runs, if there is a way to."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +72,12 @@ class Shared:
     make_session: Callable[..., Session]
     make_async_session: Callable[..., AsyncSession]
     stopping: threading.Event
+    presence: Presence
+    keeper: Keeper
+    gate: Gate = field(default_factory=Gate)
     blameless: dict[int, int] = field(default_factory=dict)
 
-    def execution(self, lane: Lane, connection: Connection, face: Any) -> Execution:
+    def execution(self, lane: Lane, connection: Connection, face: Face) -> Execution:
         """Set a lane's fresh connection up to run claims; call it where SQL may be run."""
         self.roster.refresh(connection)
         types = self.roster.types[lane.kind]
@@ -76,10 +87,21 @@ class Shared:
         execution.on_full = partial(self.bell.chain, lane.kind)
         execution.on_commit = lane.trouble.over
         execution.blameless = self.blameless
+        execution.admission = self._admission(lane, execution, face)
         if lane.execution is not None:
             execution.owed = lane.execution.owed
         lane.execution = execution
         return execution
+
+    def _admission(self, lane: Lane, execution: Execution, face: Face) -> Admission:
+        if lane.entry is None:
+            lane.entry = face.aside(self.presence.enlist)
+        return Admission(self.presence, lane.entry, face, execution.settler, self.handlers)
+
+    def rest(self, lane: Lane) -> None:
+        """Note that a lane runs nothing now."""
+        if lane.entry is not None:
+            self.presence.rest(lane.entry)
 
 
 class Trouble:
@@ -133,101 +155,6 @@ class Trouble:
         return error
 
 
-# Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
-SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
-
-
-class SyncFace:
-    """Plain functions, called in the lane's own thread."""
-
-    def __init__(
-        self, connection: Connection, make: Callable[..., Session], lane: SyncLane
-    ) -> None:
-        self.connection = connection
-        self.make = make
-        self.lane = lane
-
-    def open(self) -> tuple[Session, Any]:
-        """Open a Session in which the handler may commit without ending the claim."""
-        session = self.make(bind=self.connection, **SESSION)
-        return session, session
-
-    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
-        """Call the function; a coroutine that it returns would never run, so that is a failure."""
-        with self.lane.deadline(handler, claimed):
-            result = handler.function(*arguments)
-        if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise TaskFailed("the handler returned something to be awaited; make it `async def`")
-
-
-class AsyncFace:
-    """Coroutine functions, awaited on the event loop from within the synchronous code."""
-
-    def __init__(
-        self,
-        connection: AsyncConnection,
-        make: Callable[..., AsyncSession],
-        lane: AsyncLane | None = None,
-    ) -> None:
-        self.connection = connection
-        self.make = make
-        self.lane = lane
-
-    def open(self) -> tuple[Session, Any]:
-        """Open an AsyncSession, and the Session inside it."""
-        session = self.make(bind=self.connection, **SESSION)
-        return session.sync_session, session
-
-    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
-        """Await the coroutine; within its time, if there is a limit."""
-        dbapi: Any = self.connection.sync_connection.connection.dbapi_connection  # type: ignore[union-attr]
-        # the watchdog is for a coroutine that blocks the loop, where no other timer runs
-        with self._blocking_guard(handler, claimed):
-            dbapi.run_async(lambda _driver: self._await(handler, arguments, claimed))
-
-    def _blocking_guard(self, handler: Handler, claimed: Claimed) -> AbstractContextManager[None]:
-        if self.lane is None:
-            return nullcontext()
-        grace = 2 * SECOND_GRACE
-        return self.lane.shared.watchdog.guard(handler.timeout, self.lane, claimed, grace=grace)
-
-    async def _await(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
-        coroutine = handler.function(*arguments)
-        if handler.timeout is None:
-            await coroutine
-            return
-        running = asyncio.ensure_future(_outcome(coroutine))
-        try:
-            await asyncio.wait([running], timeout=handler.timeout)
-        except asyncio.CancelledError:  # the worker stops
-            await self._cancel(running)
-            raise
-        if not running.done():
-            if not await self._cancel(running) and self.lane is not None:
-                await asyncio.to_thread(self.lane.shared.watchdog.expire, self.lane, claimed)
-            raise timed_out(handler.timeout)
-        error = running.result()
-        if error is not None:
-            raise error
-
-    @staticmethod
-    async def _cancel(running: asyncio.Future[Any]) -> bool:
-        running.cancel()
-        await asyncio.wait([running], timeout=SECOND_GRACE)
-        return running.done()
-
-
-async def _outcome(coroutine: Any) -> BaseException | None:
-    """Return what a coroutine raises: SystemExit must not get out, it would end the event loop."""
-    try:
-        await coroutine
-    except BaseException as error:  # noqa: BLE001
-        return error
-    return None
-
-
 @contextmanager
 def _never_again(connection: Connection | None) -> Iterator[None]:
     """Give no connection back to the pool that met an error: the next one may fare better.
@@ -255,6 +182,7 @@ class SyncLane(threading.Thread):
         self.number = number
         self.trouble = Trouble(shared)
         self.execution: Execution | None = None
+        self.entry: int | None = None
         self.abandoned = False
         self._woken = threading.Event()
 
@@ -277,24 +205,48 @@ class SyncLane(threading.Thread):
         return self.shared.stopping.is_set() or self.abandoned
 
     def _work(self, connection: Connection) -> None:
-        face = SyncFace(connection, self.shared.make_session, self)
+        face = SyncFace(connection, self.shared.make_session, self, self.shared.watchdog)
         execution = self.shared.execution(self, connection, face)
+        leased = LeasedRuns(execution, self.shared.keeper)
         while not self._over():
-            claimed = execution.sweep()
-            if claimed:
+            if self._sweep(execution):
                 self.shared.bell.stirred = True
+                leased.run()
             else:
                 self._sleep()
         execution.pay()
 
+    def _sweep(self, execution: Execution) -> int:
+        gate = self.shared.gate
+        while not gate.enter(self):
+            self.shared.rest(self)
+            time.sleep(LOOK)
+        try:
+            return execution.sweep()
+        except Solitary as demand:
+            if gate.close(demand.seconds):
+                self._run_alone(execution, demand.task_ids)
+            return 1  # there is work
+        finally:
+            gate.leave(self)
+
+    def _run_alone(self, execution: Execution, task_ids: list[int]) -> None:
+        try:
+            while self.shared.gate.must_wait() and not self._over():
+                time.sleep(LOOK)
+            if not self._over():
+                execution.sweep_alone(task_ids)
+        finally:
+            self.shared.gate.open()
+
     def _sleep(self) -> None:
         self._woken.clear()
+        self.shared.rest(self)
         if self.shared.bell.sleep(self.kind, self._woken.set):
             self._woken.wait()
 
-    def deadline(self, handler: Handler, claimed: Claimed) -> Any:
-        """Guard a call with the handler's time limit."""
-        return self.shared.watchdog.guard(handler.timeout, self, claimed)
+    def interrupt(self) -> None:
+        """Do nothing: there is no way into a thread."""
 
     def cut(self) -> None:
         """Keep what runs from committing."""
@@ -313,10 +265,15 @@ class AsyncLane:
         self.name = f"pgtask-async-lane-{number}"
         self.trouble = Trouble(shared)
         self.execution: Execution | None = None
+        self.entry: int | None = None
+        self.abandoned = False
         self.task: asyncio.Task[None] | None = None
+        self._face: AsyncFace | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> asyncio.Task[None]:
         """Start the lane on the running event loop."""
+        self._loop = asyncio.get_running_loop()
         self.task = asyncio.create_task(self.run(), name=self.name)
         return self.task
 
@@ -335,25 +292,56 @@ class AsyncLane:
             except BaseException as error:  # noqa: BLE001
                 if not self._over():
                     await asyncio.sleep(self.trouble.seconds(error))
-        self.shared.bell.leave()
+        if not self.abandoned:
+            self.shared.bell.leave()
 
     def _over(self) -> bool:
-        return self.shared.stopping.is_set()
+        return self.shared.stopping.is_set() or self.abandoned
 
     async def _work(self, connection: AsyncConnection) -> None:
-        face = AsyncFace(connection, self.shared.make_async_session, self)
+        shared = self.shared
+        face = self._face = AsyncFace(connection, shared.make_async_session, self, shared.watchdog)
         execution = await connection.run_sync(
             lambda sync_connection: self.shared.execution(self, sync_connection, face)
         )
+        leased = LeasedRuns(execution, self.shared.keeper)
         while not self._over():
-            claimed = await connection.run_sync(lambda _connection: execution.sweep())
-            if claimed:
+            if await self._sweep(connection, execution):
                 self.shared.bell.stirred = True
+                if execution.granted:
+                    await connection.run_sync(lambda _connection: leased.run())
             else:
                 await self._sleep()
         await connection.run_sync(lambda _connection: execution.pay())
 
+    async def _sweep(self, connection: AsyncConnection, execution: Execution) -> int:
+        gate = self.shared.gate
+        while not gate.enter(self):
+            await asyncio.to_thread(self.shared.rest, self)
+            await asyncio.sleep(LOOK)
+        try:
+            return await connection.run_sync(lambda _connection: execution.sweep())
+        except Solitary as demand:
+            if gate.close(demand.seconds):
+                await self._run_alone(connection, execution, demand.task_ids)
+            return 1  # there is work
+        finally:
+            gate.leave(self)
+
+    async def _run_alone(
+        self, connection: AsyncConnection, execution: Execution, task_ids: list[int]
+    ) -> None:
+        try:
+            while self.shared.gate.must_wait() and not self._over():  # noqa: ASYNC110
+                await asyncio.sleep(LOOK)
+            if not self._over():
+                await connection.run_sync(lambda _connection: execution.sweep_alone(task_ids))
+        finally:
+            self.shared.gate.open()
+
     async def _sleep(self) -> None:
+        if self.shared.presence.is_flying(self.entry):
+            await asyncio.to_thread(self.shared.rest, self)
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
@@ -363,6 +351,12 @@ class AsyncLane:
 
         if self.shared.bell.sleep(self.kind, wake):
             await woken
+
+    def interrupt(self) -> None:
+        """Cancel the coroutine that runs; from any thread."""
+        if self._face is not None and self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._face.interrupt)
 
     def cut(self) -> None:
         """Stop what runs: it can no longer commit. Call it on the event loop."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
-from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.errors import ConfigurationError, WorkerDied
 
 Seconds: TypeAlias = "float | timedelta"
 
@@ -211,9 +211,10 @@ def decide(
         return Verdict("bury", attempts + 1, 0.0, "discarded")
     if blameless:
         return Verdict("retry", attempts, random.uniform(0.02, 0.2), "database")  # noqa: S311
+    reason = "worker died" if isinstance(error, WorkerDied) else "failed"
     if attempts + 1 >= policy.max_attempts:
-        return Verdict("bury", attempts + 1, 0.0, "failed")
-    return Verdict("retry", attempts + 1, _delay(error, attempts + 1, policy), "failed")
+        return Verdict("bury", attempts + 1, 0.0, reason)
+    return Verdict("retry", attempts + 1, _delay(error, attempts + 1, policy), reason)
 
 
 def _delay(error: BaseException, attempt: int, policy: Policy) -> float:

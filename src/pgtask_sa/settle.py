@@ -7,7 +7,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
+from uuid import UUID
 
 from sqlalchemy import Connection, Executable, RowMapping, Table
 from sqlalchemy.exc import DBAPIError
@@ -26,10 +27,20 @@ from pgtask_sa.rows import WHOLE_ROW
 
 @dataclass(frozen=True)
 class Claimed:
-    """A row that was claimed: all its columns, so that it can be put back whole."""
+    """A row that was claimed: all its columns, so that it can be put back whole.
+
+    Attributes:
+        values: the columns.
+        json: the params are JSON, which came as text.
+        uncounted: starts that the row does not count: with workers that died. Less than none in a
+            lease, where the row counts the start that is under way.
+        was_alone: one of these workers had nothing else in flight.
+    """
 
     values: RowMapping
     json: bool
+    uncounted: int = 0
+    was_alone: bool = False
 
     @property
     def task_id(self) -> int:
@@ -43,8 +54,8 @@ class Claimed:
 
     @property
     def attempts(self) -> int:
-        """How many attempts were counted before this one."""
-        return self.values["attempts"]  # type: ignore[no-any-return]
+        """How many attempts there were before this one."""
+        return self.values["attempts"] + self.uncounted  # type: ignore[no-any-return]
 
     def params(self) -> Any:
         """Decode the params; JSON came as text."""
@@ -53,6 +64,10 @@ class Claimed:
 
     def __str__(self) -> str:
         return f"task {self.task_id} {self.task_type}"
+
+
+# A task, what became of it, the error if there was one, and the seconds it took.
+Report: TypeAlias = "tuple[Claimed, Verdict, BaseException | None, float]"
 
 
 class TransactionLost(TaskError):  # noqa: N818
@@ -107,9 +122,9 @@ class Tables:
             self._retries[names] = statements.retry(self.task, names, self.unique)
         return self._retries[names]
 
-    def claimed(self, row: RowMapping) -> Claimed:
+    def claimed(self, row: RowMapping, uncounted: int = 0) -> Claimed:
         """Wrap a row that a claim returned."""
-        return Claimed(row, self.json)
+        return Claimed(row, self.json, uncounted)
 
 
 CUT_OFF = "the connection was lost while the handler ran"
@@ -176,6 +191,23 @@ class Settler:
             raise Unsettled(f"neither table takes {claimed}: {headline(refused)}") from refused
         return replace(verdict, action="bury", reason="not put back")
 
+    def lease(self, claimed: Claimed, token: UUID, seconds: float) -> None:
+        """Put a claimed task back as leased, with the attempt that begins counted.
+
+        Raises:
+            Unsettled: its table refuses the row.
+        """
+        row = {
+            WHOLE_ROW: claimed.values[WHOLE_ROW],
+            "pgtask_attempts": claimed.attempts + 1,
+            "pgtask_last_error": claimed.values["last_error"],
+            "pgtask_delay": timedelta(seconds=seconds),
+            "pgtask_lease": str(token),
+        }
+        refused = self._insert(row)
+        if refused is not None:
+            raise Unsettled(f"{claimed} cannot be leased: {headline(refused)}") from refused
+
     def _row(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> dict[str, Any]:
         last_error = claimed.values["last_error"]
         if verdict.reason not in ("snoozed", "unrun"):
@@ -195,6 +227,9 @@ class Settler:
         """Write to the task table; return the error if it refuses the row."""
         if claimed.values["coalesce_key"] is not None and self._has_equal(row):
             return None
+        return self._insert(row)
+
+    def _insert(self, row: dict[str, Any]) -> DBAPIError | None:
         names = self.connection.execute(self.tables.stored_names).scalars()
         return self._try(self.tables.retry(tuple(names)), row)
 

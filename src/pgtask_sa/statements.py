@@ -306,6 +306,17 @@ def _regclass(table: Table) -> ColumnElement[Any]:
     return func.to_regclass(name)
 
 
+def end_transaction() -> Select[Any]:
+    """End the server process ``:pid``, if the transaction that began at ``:begun`` is still in it.
+
+    Behind a pooler it may be working for somebody else by now.
+    """
+    activity = sql_table("pg_stat_activity", column("pid"), column("xact_start"))
+    begun = cast(bindparam("begun", type_=Text), DateTime(timezone=True))
+    same = (activity.c.pid == bindparam("pid", type_=Integer), activity.c.xact_start == begun)
+    return select(func.pg_terminate_backend(activity.c.pid)).where(*same)
+
+
 def _wakeup_lock(function: Any) -> Select[Any]:
     key = cast(cast(bindparam("oid", type_=BigInteger), OID), Integer)
     return select(function(LOCK_CLASS, key))

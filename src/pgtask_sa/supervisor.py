@@ -19,6 +19,7 @@ from pgtask_sa.events import Events
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
 LONGEST_PAUSE = 30.0
+REPLACE_ME = 4  # the exit code of a child in which a handler is stuck
 
 
 class Supervisor:
@@ -83,6 +84,9 @@ class Supervisor:
         code = process.exitcode or 0
         if self.stopping and code == -signal.SIGTERM:
             code = 0  # it was told to stop before it had begun
+        if code == REPLACE_ME and not self.stopping:
+            self._start()
+            return
         if self.stopping or (self.drain and code >= 0):
             self.worst = max(self.worst, code if code >= 0 else 128 - code)
             return

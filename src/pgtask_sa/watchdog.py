@@ -26,12 +26,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from sqlalchemy import Engine
+from sqlalchemy import Connection, Engine
 
+from pgtask_sa.claim import BACKEND_PID
 from pgtask_sa.execution import Execution, timed_out
+from pgtask_sa.leases import take_over
 from pgtask_sa.settle import Claimed, Settler
 
 SECOND_GRACE = 2.0
+WARN_FROM = 10.0  # seconds; of limits that long it is told when half of the time is over
 PATIENCE = "set local lock_timeout = '5s'"  # for the server process to end
 ENFORCERS = 4  # threads, and so connections, at once
 
@@ -43,9 +46,11 @@ class Guarded(Protocol):
 
 
 class _Watch:
-    def __init__(self, lane: Guarded, claimed: Claimed) -> None:
+    def __init__(self, lane: Guarded, claimed: Claimed, limit: float, deadline: float) -> None:
         self.lane = lane
         self.claimed = claimed
+        self.limit = limit
+        self.deadline = deadline
         self.over = False
         self.fired = False
         self.enforced = False
@@ -81,12 +86,12 @@ class Watchdog(threading.Thread):
         if seconds is None:
             yield
             return
-        watch = _Watch(lane, claimed)
-        deadline = time.monotonic() + seconds + grace
-        self._push(deadline, watch)
+        now = time.monotonic()
+        watch = _Watch(lane, claimed, seconds, now + seconds + grace)
+        self._push(now + seconds / 2 if seconds >= WARN_FROM else watch.deadline, watch)
         try:
             yield
-            if time.monotonic() > deadline:  # nobody has seen it: the interpreter was busy
+            if time.monotonic() > watch.deadline:  # nobody has seen it: the interpreter was busy
                 raise timed_out(seconds)
         finally:
             if self._end(watch):
@@ -110,8 +115,10 @@ class Watchdog(threading.Thread):
                 self._heap = [entry for entry in self._heap if not entry[2].over]
                 heapq.heapify(self._heap)
                 self._purge_at = max(1000, 2 * len(self._heap))
-            heapq.heappush(self._heap, (when, next(self._numbers), watch))
-            self._changed.notify()
+            entry = (when, next(self._numbers), watch)
+            heapq.heappush(self._heap, entry)
+            if self._heap[0] is entry:  # else it is awake in time anyway
+                self._changed.notify()
 
     def stop(self) -> None:
         """End the thread."""
@@ -129,6 +136,8 @@ class Watchdog(threading.Thread):
                 return
             if watch.fired:
                 self._look_again(watch)
+            elif time.monotonic() < watch.deadline:
+                self._warn(watch)
             elif self._mark(watch):
                 self._hand_over(watch)
 
@@ -142,6 +151,20 @@ class Watchdog(threading.Thread):
                     return heapq.heappop(self._heap)[2]
                 self._changed.wait(wait)
         return None
+
+    def _warn(self, watch: _Watch) -> None:
+        """Tell of a task that takes long, well before it is ended."""
+        claimed, lane = watch.claimed, watch.lane
+        self._push(watch.deadline, watch)
+        _execution(lane).events.emit(
+            "task.slow",
+            f"{claimed} has been running for {watch.limit / 2:g} s; "
+            f"it is ended after {watch.limit:g} s",
+            level=logging.WARNING,
+            task_id=claimed.task_id,
+            task_type=claimed.task_type,
+            limit=watch.limit,
+        )
 
     def _mark(self, watch: _Watch) -> bool:
         """Keep an attempt from being committed; False if there is nothing to enforce."""
@@ -165,8 +188,15 @@ class Watchdog(threading.Thread):
         return True
 
     def _look_again(self, watch: _Watch) -> None:
-        if not watch.over:
+        if not watch.over and _execution(watch.lane).running is watch.claimed:
             self.on_stuck(watch.lane)
+
+    def abandon_later(self, lane: Guarded, claimed: Claimed) -> None:
+        """Give a handler whose task was taken from it a moment to notice; then it is stuck."""
+        now = time.monotonic()
+        watch = _Watch(lane, claimed, 0.0, now)
+        watch.fired = True
+        self._push(now + SECOND_GRACE, watch)
 
     # -- enforcing ---------------------------------------------------------------------------
 
@@ -211,13 +241,27 @@ class Watchdog(threading.Thread):
             execution.settled = claimed
 
     def _enforce(self, execution: Execution, claimed: Claimed) -> None:
-        driver: Any = execution.connection.connection.driver_connection
         seconds = execution.handlers[claimed.task_type].timeout or 0.0
         with self.engine.connect() as connection, connection.begin():
             connection.exec_driver_sql(PATIENCE)
             settler = self.settle(connection)
-            for seized in settler.seize(claimed.task_id, driver.info.backend_pid):
+            for seized in self._seize(settler, execution, claimed):
                 settler.fail(seized, timed_out(seconds), seconds)
+
+    @staticmethod
+    def _seize(settler: Settler, execution: Execution, claimed: Claimed) -> list[Claimed]:
+        if execution.lease is not None:
+            return take_over(settler, execution.lease, _own_process(execution.connection))
+        return settler.seize(claimed.task_id, claimed.values[BACKEND_PID])
+
+
+def _own_process(connection: Connection) -> int | None:
+    """Return the server process of a lane, in which nobody but the lane can work; or none."""
+    if connection.closed or connection.invalidated:
+        return None
+    driver: Any = connection.connection.driver_connection
+    pid: int = driver.info.backend_pid
+    return pid
 
 
 def _execution(lane: Guarded) -> Execution:

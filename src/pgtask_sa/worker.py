@@ -33,10 +33,11 @@ from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
-from pgtask_sa.supervisor import Supervisor
+from pgtask_sa.supervisor import REPLACE_ME, Supervisor
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_STUCK = REPLACE_ME  # a handler does not come back: another process is to take over
 EXIT_CUT = 3  # tasks were still running when the grace was over, or at a second signal
 
 
@@ -50,7 +51,8 @@ class Worker:
             of the connection into the URL. The worker makes its own connections, with psycopg: one
             for each lane, one that listens, some for deadlines.
         concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
-        processes: how many processes do that; a child that dies is replaced.
+        processes: how many child processes do that, under the eyes of this one: one that dies, or
+            in which a handler is stuck, is replaced. None does it in this process.
         batch_size: tasks per claim and transaction. 1 (the default) repeats one e-mail after a
             crash; larger batches are faster, and good for handlers that only touch the database.
         order: ``fair`` (equal turns for each type), ``random`` or ``tablesample``.
@@ -83,7 +85,7 @@ class Worker:
         database: str | URL | Engine | AsyncEngine,
         *,
         concurrency: int = 4,
-        processes: int = 1,
+        processes: int | None = None,
         batch_size: int = 1,
         order: Order = "fair",
         priority: Mapping[str, int] | None = None,
@@ -102,7 +104,8 @@ class Worker:
             raise ConfigurationError("the registry has no handlers: is its module imported?")
         self.options = Options(
             concurrency=concurrency,
-            processes=processes,
+            processes=1 if processes is None else processes,
+            supervised=processes is not None,
             claim=ClaimOptions(order, batch_size, dict(priority or {}), sample),
             drain=drain,
             grace=as_seconds(grace, "grace"),
@@ -133,8 +136,8 @@ class Worker:
             rolled back and wait in the table), 1 if the event loop ended and took all async
             handlers along.
         """
-        if self.options.processes > 1:
-            o = self.options
+        o = self.options
+        if o.supervised:
             return Supervisor(self._run_here, o.processes, self.events, drain=o.drain).run()
         return self._run_here()
 
@@ -240,6 +243,8 @@ class Worker:
         crew.end()
         if cut:
             return EXIT_CUT
+        if crew.stuck:
+            return EXIT_STUCK
         return EXIT_FAILED if crew.failed else EXIT_OK
 
 
@@ -298,7 +303,7 @@ def _parser() -> argparse.ArgumentParser:
     add("tasks", metavar="PACKAGE.MODULE:NAME", help="where the TaskRegistry is")
     add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
     add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
-    add("--processes", type=int, default=1, help="worker processes (1)")
+    add("--processes", type=int, help="child processes, replaced when they die (none: work here)")
     add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
     add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
     add(

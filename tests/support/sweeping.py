@@ -16,7 +16,7 @@ from pgtask_sa.claim import Claimer, ClaimOptions
 from pgtask_sa.engines import database_url, worker_async_engine, worker_engine
 from pgtask_sa.events import Event, Events
 from pgtask_sa.execution import Execution
-from pgtask_sa.lanes import AsyncFace, SyncFace
+from pgtask_sa.faces import AsyncFace, SyncFace
 from pgtask_sa.settle import Tables
 
 if TYPE_CHECKING:
@@ -98,10 +98,9 @@ class Sweeper:
     def _run_sync(self, work: Callable[[Execution], Any]) -> Any:
         engine = worker_engine(self.url, 1)
         maker = sessionmaker(class_=self.session_class)
-        lane: Any = SimpleNamespace(deadline=lambda *_: nullcontext())
         try:
             with engine.connect() as connection:
-                return self._work(work, connection, SyncFace(connection, maker, lane))
+                return self._work(work, connection, SyncFace(connection, maker, *_unwatched()))
         finally:
             engine.dispose()
 
@@ -110,7 +109,7 @@ class Sweeper:
         maker = async_sessionmaker(class_=AsyncTaskSession, sync_session_class=self.session_class)
         try:
             async with engine.connect() as connection:
-                face = AsyncFace(connection, maker)
+                face = AsyncFace(connection, maker, *_unwatched())
                 return await connection.run_sync(lambda sync: self._work(work, sync, face))
         finally:
             await engine.dispose()
@@ -171,3 +170,8 @@ def sweepers(url: str, kind: str, **options: Any) -> Iterator[Sweeper]:
     sweeper = Sweeper(kind, url, **options)
     yield sweeper
     sweeper.close()
+
+
+def _unwatched() -> Any:
+    """Return a lane and a watchdog that set no deadlines."""
+    return SimpleNamespace(), SimpleNamespace(guard=lambda *_, **__: nullcontext())

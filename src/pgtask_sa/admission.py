@@ -1,0 +1,134 @@
+"""Between claim and run: note what is in flight, and sort out what must not simply run.
+
+* A task whose worker died while it ran has used up a start. If that worker had nothing else in
+  flight it is the culprit: it is put back as after any failed attempt, or buried. If it had, nobody
+  can tell, and the task runs again, alone.
+* A task of the leased mode is not run in the claim's transaction: it is put back as leased, to run
+  after the COMMIT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from uuid import UUID, uuid4
+
+from pgtask_sa.calls import Face
+from pgtask_sa.errors import WorkerDied
+from pgtask_sa.handlers import Handler
+from pgtask_sa.presence import Deaths, Presence
+from pgtask_sa.retry import Verdict
+from pgtask_sa.settle import Claimed, Report, Settler
+from pgtask_sa.solitude import Solitary
+
+DIED = "the worker died while it ran this task"
+CUT_OFF = "the lease of this task ran out: its worker died, stood still or was cut off"
+ENOUGH = 2  # deaths beside others, until a task must be alone however long it takes
+
+
+@dataclass
+class Lease:
+    """A task that this worker runs in the leased mode.
+
+    Attributes:
+        lost: it is not ours any more, as far as we know.
+    """
+
+    claimed: Claimed
+    token: UUID
+    seconds: float
+    lost: bool = False
+
+    @property
+    def key(self) -> dict[str, object]:
+        """The parameters that name it in a statement."""
+        return {"task_id": self.claimed.task_id, "token": self.token}
+
+
+class Admission:
+    """Decides for one lane what becomes of each task that it has claimed."""
+
+    def __init__(
+        self,
+        presence: Presence,
+        entry: int,
+        face: Face,
+        settler: Settler,
+        handlers: Mapping[str, Handler],
+    ) -> None:
+        self.presence = presence
+        self.entry = entry
+        self.face = face
+        self.settler = settler
+        self.handlers = handlers
+        self.leases: list[Lease] = []  # granted in the transaction that is open
+        self.alone = False  # nothing else runs in this process
+
+    def admit(self, batch: Sequence[Claimed]) -> tuple[list[Claimed], list[Report]]:
+        """Return those of a batch that are to be run now, and what became of others.
+
+        Raises:
+            Solitary: some must run alone; the claim is to be rolled back.
+            psycopg.Error: what is in flight could not be noted.
+        """
+        self.leases = []
+        if not batch:
+            return [], []
+        batch = self._counted(batch)
+        self._demand_solitude(batch)
+        reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
+        sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
+        for claimed in sound:
+            if self.handlers[claimed.task_type].lease is not None:
+                self._grant(claimed)
+        return [c for c in sound if self.handlers[c.task_type].lease is None], reports
+
+    def _counted(self, batch: Sequence[Claimed]) -> Sequence[Claimed]:
+        deaths = self.face.aside(lambda: self.presence.note(self.entry, batch))
+        if not deaths:
+            return batch
+        found = [deaths.get(claimed.task_id, Deaths()) for claimed in batch]
+        return [
+            replace(claimed, uncounted=each.count, was_alone=each.alone)
+            for claimed, each in zip(batch, found, strict=True)
+        ]
+
+    def _demand_solitude(self, batch: Sequence[Claimed]) -> None:
+        if self.alone:
+            return
+        suspects = [claimed for claimed in batch if self._is_suspect(claimed)]
+        if suspects:
+            strictly = any(self._was_there_often(claimed) for claimed in suspects)
+            raise Solitary([claimed.task_id for claimed in suspects], strictly=strictly)
+
+    def _is_suspect(self, claimed: Claimed) -> bool:
+        leased = self.handlers[claimed.task_type].lease is not None
+        return claimed.uncounted > 0 and not leased and not self._is_culprit(claimed)
+
+    def _was_there_often(self, claimed: Claimed) -> bool:
+        is_last = claimed.attempts + 1 >= self.handlers[claimed.task_type].policy.max_attempts
+        return claimed.uncounted >= ENOUGH or is_last
+
+    def _is_culprit(self, claimed: Claimed) -> bool:
+        """Say whether a worker died of it, or of something that must not be tried once more."""
+        died = claimed.uncounted > 0 or claimed.values["lease_token"] is not None
+        used_up = claimed.attempts >= self.handlers[claimed.task_type].policy.max_attempts
+        return claimed.was_alone or (died and used_up)
+
+    def _count_death(self, claimed: Claimed) -> Report:
+        error = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
+        before = replace(claimed, uncounted=claimed.uncounted - 1)
+        policy = self.handlers[claimed.task_type].policy
+        verdict = self.settler.judge(before, error, policy)
+        return before, self.settler.write(before, verdict, error), error, 0.0
+
+    def _grant(self, claimed: Claimed) -> None:
+        """Lease a task to this lane; a lane runs one at a time, so the others go back."""
+        if self.leases:
+            unrun = Verdict("retry", claimed.attempts, reason="unrun")
+            self.settler.write(claimed, unrun, WorkerDied(CUT_OFF))
+            return
+        seconds = self.handlers[claimed.task_type].lease or 0.0
+        lease = Lease(claimed, uuid4(), seconds)
+        self.settler.lease(claimed, lease.token, seconds)
+        self.leases.append(lease)

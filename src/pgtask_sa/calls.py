@@ -1,0 +1,60 @@
+"""Calling a handler: the session it gets, its arguments, and the end of the session."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy.orm import Session
+
+from pgtask_sa.events import Events
+from pgtask_sa.handlers import Handler, TaskView
+from pgtask_sa.settle import Claimed, Tables
+
+T = TypeVar("T")
+
+
+class Face(Protocol):
+    """How handlers of one kind, sync or async, get their session and are called."""
+
+    def open(self, **options: Any) -> tuple[Session, Any]:
+        """Return a new session as this code sees it, and as the handler does."""
+
+    def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
+        """Run the handler to its end."""
+
+    def aside(self, work: Callable[[], T]) -> T:
+        """Do something that waits for the network, without holding up an event loop."""
+
+
+def arguments(handler: Handler, handed: Any, claimed: Claimed, tables: Tables) -> tuple[Any, ...]:
+    """Return what the handler is called with: session, params and, if it wants it, the task."""
+    raw = claimed.params()
+    given = (handed, handler.load_params(raw))
+    return (*given, _view(handler, claimed, raw, tables)) if handler.takes_task else given
+
+
+def _view(handler: Handler, claimed: Claimed, raw: Any, tables: Tables) -> TaskView:
+    columns = {key: claimed.values[name] for key, name in tables.own_columns.items()}
+    return TaskView(
+        task_id=claimed.task_id,
+        task_type=claimed.task_type,
+        params=raw,
+        created_at=claimed.values["created_at"],
+        attempt=claimed.attempts + 1,
+        max_attempts=handler.policy.max_attempts,
+        columns=columns,
+    )
+
+
+def close(session: Session, events: Events) -> Exception | None:
+    """End a session for good; return the error if something is amiss with it."""
+    try:
+        session.close()
+    except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
+        events.emit("session.close", f"not closed: {error!r}", level=logging.DEBUG)
+        return error
+    finally:
+        session.bind = None  # a handler that kept it cannot write into the next one's work
+    return None

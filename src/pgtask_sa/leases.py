@@ -1,0 +1,271 @@
+"""The leased mode: long work without a long transaction.
+
+The claim's transaction counts the attempt, sets a lease and commits. Then the handler runs with no
+transaction open; its session begins one when it is first used, and may commit as often as it likes.
+Each of these commits first makes sure that the lease still stands and cannot be lost before it is
+through. So does the last one, which deletes the task. A worker that is dead, frozen or cut off does
+not renew its lease: the task falls due for others, and whatever the old run still wants to commit
+fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from psycopg.pq import TransactionStatus
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from pgtask_sa import lease_statements as statements
+from pgtask_sa.admission import Lease
+from pgtask_sa.calls import arguments, close
+from pgtask_sa.errors import LeaseLost, TaskFailed
+from pgtask_sa.events import Events
+from pgtask_sa.execution import Execution, Stopped
+from pgtask_sa.failures import chain, headline, is_blameless
+from pgtask_sa.presence import Presence
+from pgtask_sa.retry import Verdict
+from pgtask_sa.settle import Settler, Tables
+
+RENEWALS = 3  # in the length of a lease
+CARE = 15.0  # seconds between two looks after the workers' table
+LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
+
+
+class Keeper(threading.Thread):
+    """Renews the leases of a worker, and looks after its entry in the workers' table."""
+
+    def __init__(self, engine: Engine, tables: Tables, presence: Presence, events: Events) -> None:
+        super().__init__(name="pgtask-keeper", daemon=True)
+        self.engine = engine
+        self.presence = presence
+        self.events = events
+        self.on_lost: Callable[[Lease], object] = lambda _lease: None
+        self._renew = statements.renew_lease(tables.task)
+        self._changed = threading.Condition()
+        self._due: list[tuple[float, int, Lease | None]] = [(time.monotonic() + 1.0, 0, None)]
+        self._numbers = itertools.count(1)
+        self._kept: set[int] = set()  # by identity: a task may be leased again by another lane
+        self._stopping = False
+
+    def keep(self, lease: Lease) -> None:
+        """Renew a lease from now on."""
+        with self._changed:
+            self._kept.add(id(lease))
+            self._push(lease.seconds / RENEWALS, lease)
+
+    def drop(self, lease: Lease) -> None:
+        """Let a lease be."""
+        with self._changed:
+            self._kept.discard(id(lease))
+
+    def stop(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def _push(self, wait: float, lease: Lease | None) -> None:
+        heapq.heappush(self._due, (time.monotonic() + wait, next(self._numbers), lease))
+        self._changed.notify()
+
+    def run(self) -> None:
+        """Do what is due, until stopped; a database that is away is tried again soon."""
+        while True:
+            with self._changed:
+                lease = self._next()
+                if self._stopping:
+                    return
+            wait = self._look_after() if lease is None else self._prolong(lease)
+            with self._changed:
+                if lease is None or id(lease) in self._kept:
+                    self._push(wait, lease)
+
+    def _next(self) -> Lease | None:
+        while not self._stopping:
+            when, _, lease = self._due[0]
+            wait = when - time.monotonic()
+            if lease is not None and id(lease) not in self._kept:
+                heapq.heappop(self._due)
+            elif wait <= 0:
+                return heapq.heappop(self._due)[2]
+            else:
+                self._changed.wait(wait)
+        return None
+
+    def _look_after(self) -> float:
+        try:
+            self.presence.look_after()
+        except Exception as error:  # noqa: BLE001 - the lanes tell when the database is away
+            self.events.emit("presence", headline(error), level=logging.DEBUG)
+        return CARE
+
+    def _prolong(self, lease: Lease) -> float:
+        """Renew one lease; return the seconds until the next time."""
+        key = {**lease.key, "lease": timedelta(seconds=lease.seconds)}
+        try:
+            with self.engine.begin() as connection:
+                found = connection.execute(self._renew, key).first()
+        except Exception as error:  # noqa: BLE001
+            self.events.emit("lease.renew", headline(error), level=logging.DEBUG)
+            return min(1.0, lease.seconds / RENEWALS)
+        if found is None:
+            self.drop(lease)
+            self.on_lost(lease)
+        return lease.seconds / RENEWALS
+
+
+class LeasedRuns:
+    """Runs what one lane has been granted leases for, one after the other."""
+
+    def __init__(self, execution: Execution, keeper: Keeper) -> None:
+        self.execution = execution
+        self.connection: Connection = execution.connection
+        self.events = execution.events
+        self.keeper = keeper
+        task = execution.tables.task
+        self._hold = statements.hold_lease(task)
+        self._finish_statement = statements.finish_lease(task)
+        self._take = statements.take_leased(task)
+        self._release = statements.release_lease(task)
+
+    def run(self) -> None:
+        """Run them all.
+
+        Raises:
+            Stopped: the worker is being stopped; they were given back.
+            DBAPIError: the database is away; what was not settled falls due when its lease ends.
+        """
+        leases, self.execution.granted = self.execution.granted, []
+        for lease in leases:
+            self.keeper.keep(lease)
+        try:
+            for lease in leases:
+                self._run(lease)
+        finally:
+            for lease in leases:
+                self.keeper.drop(lease)
+
+    def _run(self, lease: Lease) -> None:
+        start = time.perf_counter()
+        self.execution.running, self.execution.lease = lease.claimed, lease
+        try:
+            error = self._call(lease)
+            self._settle(lease, error, time.perf_counter() - start)
+        finally:
+            self.execution.running = self.execution.lease = None
+
+    def _call(self, lease: Lease) -> BaseException | None:
+        """Call the handler, and delete the task in its last transaction; return what went wrong."""
+        execution = self.execution
+        handler = execution.handlers[lease.claimed.task_type]
+        session, handed = execution.face.open(twophase=False)
+        fence = _Fence(lambda: self._is_ours(session, lease))
+        event.listen(session, "before_commit", fence)
+        error: BaseException | None = None
+        try:
+            given = arguments(handler, handed, lease.claimed, execution.tables)
+            execution.face.call(handler, given, lease.claimed)
+            fence.up = False
+            self._finish(session, lease)
+        except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
+            error = raised
+        if self.execution.ground.status() == TransactionStatus.ACTIVE:
+            self.connection.invalidate()  # to end the session on it would wait for ever
+        trouble = close(session, self.events)
+        if trouble is not None or self.execution.ground.status() != TransactionStatus.IDLE:
+            self.connection.invalidate()
+        return error
+
+    def _is_ours(self, session: Session, lease: Lease) -> None:
+        if session.connection().execute(self._hold, lease.key).first() is None:
+            lease.lost = True
+            raise LeaseLost(LOST)
+
+    def _finish(self, session: Session, lease: Lease) -> None:
+        """Delete the task and commit, together with the handler's last writes."""
+        if self.execution.cut:
+            raise Stopped
+        if self.execution.ground.status() == TransactionStatus.INERROR:
+            raise TaskFailed("the handler swallowed a database error in its last transaction")
+        session.flush()
+        if session.connection().execute(self._finish_statement, lease.key).first() is None:
+            lease.lost = True
+            raise LeaseLost(LOST)
+        session.commit()
+
+    # -- what became of it -------------------------------------------------------------------------
+
+    def _settle(self, lease: Lease, error: BaseException | None, seconds: float) -> None:
+        execution, claimed = self.execution, lease.claimed
+        if execution.settled is claimed:
+            return  # the deadline was enforced, or the task cancelled, by somebody else
+        if execution.cut:
+            self.give_back(lease)
+            raise Stopped from error
+        if error is None:
+            execution.settler.tell(claimed, Verdict("done"), None, seconds)
+        elif lease.lost or not self._fail(lease, error, seconds):
+            self._tell_lost(lease)
+
+    def _fail(self, lease: Lease, error: BaseException, seconds: float) -> bool:
+        """Count the failure, in its own transaction; False if the task is not ours any more."""
+        settler = self.execution.settler
+        policy = self.execution.handlers[lease.claimed.task_type].policy
+        with self.connection.begin():
+            row = self.connection.execute(self._take, lease.key).mappings().first()
+            if row is None:
+                return False
+            claimed = self.execution.tables.claimed(row, -1)
+            blameless = self._is_blameless(error)
+            verdict = settler.judge(claimed, error, policy, blameless=blameless)
+            verdict = settler.write(claimed, verdict, error)
+        settler.tell(claimed, verdict, error, seconds)
+        return True
+
+    def _is_blameless(self, error: BaseException) -> bool:
+        return any(isinstance(e, DBAPIError) and is_blameless(e) for e in chain(error))
+
+    def give_back(self, lease: Lease) -> None:
+        """End a lease at once, uncounted."""
+        with self.connection.begin():
+            self.connection.execute(self._release, lease.key)
+
+    def _tell_lost(self, lease: Lease) -> None:
+        claimed = lease.claimed
+        self.events.emit(
+            "lease.lost",
+            f"{claimed}: {LOST}",
+            level=logging.WARNING,
+            task_id=claimed.task_id,
+            task_type=claimed.task_type,
+        )
+
+
+class _Fence:
+    """Stands before each commit of a handler's session, but for those of savepoints."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self.check = check
+        self.up = True
+
+    def __call__(self, session: Session) -> None:
+        if self.up and not session.in_nested_transaction():
+            self.check()
+
+
+def take_over(settler: Settler, lease: Lease, pid: int | None) -> list[Any]:
+    """Claim a leased task from a handler that does not end, and cut off its connection."""
+    if pid is not None:
+        settler.connection.exec_driver_sql("select pg_terminate_backend(%s)", (pid,))
+    take = statements.take_leased(settler.tables.task)
+    rows = settler.connection.execute(take, lease.key).mappings()
+    return [settler.tables.claimed(row, -1) for row in rows]

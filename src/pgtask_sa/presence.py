@@ -1,0 +1,232 @@
+"""A worker's own entry in the workers' table: what it runs, and what became of those that died.
+
+A rollback leaves no trace. So before its handlers start, a lane commits on a second connection what
+it has claimed. Whoever claims one of these rows again later, still of the same version, finds the
+entry: the first claim came to nothing. If the worker of that entry is dead, its death is counted as
+an attempt; if it lives, it has settled the matter in its own way (a deadlock, say, is not counted).
+
+A worker is alive as long as it holds an advisory lock on its number, on that same connection. The
+server frees it in the moment in which the process dies, with nothing to configure and no clock.
+
+The statement is sent past SQLAlchemy and psycopg's cursors, since it is sent for each claim: three
+times as fast.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+from psycopg import pq
+from sqlalchemy import Connection, Engine, Executable, Table
+from sqlalchemy.dialects import postgresql
+
+from pgtask_sa import presence_statements as statements
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
+from pgtask_sa.settle import Claimed
+
+# The entry may be lost with a crash of the server, which takes all claims along anyway.
+NO_WAIT = "set synchronous_commit = off"
+_NOTE = b"pgtask_note"
+_NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
+_GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
+
+
+@dataclass
+class Deaths:
+    """How many workers died while a task was in flight, and whether one had nothing else."""
+
+    count: int = 0
+    alone: bool = False
+
+
+class Presence:
+    """The entry of one worker process: a row for each of its lanes.
+
+    Args:
+        engine: of direct connections, if there are such; through a pooler no lock can be held.
+        task: the table of the tasks.
+    """
+
+    def __init__(self, engine: Engine, task: Table) -> None:
+        self.worker_id = secrets.randbelow(2**31)
+        self.task = task
+        self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._connection: Connection | None = None
+        self._driver: Any = None  # psycopg's connection in there
+        self._is_direct = True
+        self._lock = threading.Lock()
+        self._lanes = 0
+        self._flying: set[int] = set()  # lanes whose rows are not empty
+        self._note = _Numbered(statements.note_claim(task))
+
+    # -- lanes ---------------------------------------------------------------------------------
+
+    def enlist(self) -> int:
+        """Add a lane and return its number.
+
+        Raises:
+            DBAPIError: the database is away.
+        """
+        with self._lock:
+            connection = self._connected()
+            self._lanes += 1
+            self._write_lanes(connection, [self._lanes])
+            return self._lanes
+
+    def note(self, lane: int, batch: Sequence[Claimed]) -> dict[int, Deaths]:
+        """Commit what a lane is about to run; tell of which of these workers have died before.
+
+        Raises:
+            psycopg.Error: it could not be committed; nothing of it may be run.
+        """
+        first = batch[0].values
+        ids = [claimed.task_id for claimed in batch]
+        versions = [claimed.values[ROW_VERSION] for claimed in batch]
+        with self._lock:
+            met = self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
+            self._flying.add(lane)
+            return self._deaths(ids, versions) if met else {}
+
+    def rest(self, lane: int) -> None:
+        """Note that a lane runs nothing, if that is news."""
+        if lane in self._flying:
+            with self._lock:
+                self._send(lane, [], [], None, None)
+                self._flying.discard(lane)
+
+    def is_flying(self, lane: int | None) -> bool:
+        """Say whether a lane's row names tasks."""
+        return lane in self._flying
+
+    # -- the whole worker ------------------------------------------------------------------------
+
+    def look_after(self) -> None:
+        """Say that this worker lives, and take out the dead whose claims have been counted."""
+        with self._lock:
+            connection = self._connected()
+            me = {"worker_id": self.worker_id}
+            connection.execute(statements.note_alive(self.task), me)
+            connection.execute(statements.dismiss_dead(self.task), me)
+
+    def leave(self) -> None:
+        """Take the entry out; the end of this worker is in order."""
+        with self._lock:
+            if self._connection is None:
+                return
+            try:
+                me = {"worker_id": self.worker_id}
+                self._connection.execute(statements.dismiss(self.task), me)
+            finally:
+                self._close()
+
+    # -- the connection --------------------------------------------------------------------------
+
+    def _connected(self) -> Connection:
+        if self._connection is not None and not self._driver.closed:
+            return self._connection
+        self._close()
+        connection = self._connection = self._engine.connect()
+        self._driver = connection.connection.driver_connection
+        connection.detach()  # the lock must end with it
+        try:
+            self._introduce(connection)
+        except BaseException:
+            self._close()
+            raise
+        return connection
+
+    def _introduce(self, connection: Connection) -> None:
+        pid = connection.exec_driver_sql("select pg_backend_pid()").scalar()
+        self._is_direct = self._driver.info.backend_pid == pid
+        if self._is_direct:
+            connection.exec_driver_sql(NO_WAIT)
+            connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
+            _check(self._driver.pgconn.prepare(_NOTE, self._note.text))
+        self._write_lanes(connection, range(1, self._lanes + 1))
+
+    def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
+        me = {"worker_id": self.worker_id, "host": socket.gethostname(), "pid": os.getpid()}
+        rows = [{**me, "lane": lane, "is_direct": self._is_direct} for lane in lanes]
+        if rows:
+            connection.execute(statements.enlist(self.task), rows)
+
+    def _close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._driver.close()  # nobody else would: it was taken out of its pool
+            connection.invalidate()
+            connection.close()
+
+    # -- the statement of each claim ---------------------------------------------------------------
+
+    def _send(self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any) -> bool:
+        """Write a lane's row; True if another worker's entry names one of the tasks."""
+        values = {
+            "worker_id": self.worker_id,
+            "lane": lane,
+            "task_ids": _array(ids),
+            "row_versions": _array(versions),
+            "backend_pid": pid,
+            "begun_at": begun,
+        }
+        was_open = self._connection is not None
+        try:
+            rows = self._execute(values)
+        except psycopg.OperationalError:
+            if not was_open:
+                raise
+            self._close()  # it may have been lost long ago, unnoticed
+            rows = self._execute(values)
+        if not rows:  # somebody took this worker for dead and its rows out
+            self._write_lanes(self._connected(), range(1, self._lanes + 1))
+            rows = self._execute(values)
+        return rows[0] is not None
+
+    def _execute(self, values: dict[str, Any]) -> list[bytes | None]:
+        self._connected()
+        given = self._note.parameters(values)
+        pgconn = self._driver.pgconn
+        if self._is_direct:
+            result = _check(pgconn.exec_prepared(_NOTE, given))
+        else:
+            result = _check(pgconn.exec_params(self._note.text, given))
+        return [result.get_value(row, 0) for row in range(result.ntuples)]
+
+    def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
+        given = {"worker_id": self.worker_id, "task_ids": ids, "row_versions": versions}
+        found: dict[int, Deaths] = {}
+        for row in self._connected().execute(statements.deaths(self.task), given):
+            deaths = found.setdefault(row.task_id, Deaths())
+            deaths.count += 1
+            deaths.alone = deaths.alone or row.beside == 1
+        return found
+
+
+class _Numbered:
+    """A statement as libpq takes it: ``$1`` in the text, and values as bytes in that order."""
+
+    def __init__(self, statement: Executable) -> None:
+        compiled: Any = statement.compile(dialect=_NUMBERED)  # type: ignore[attr-defined]
+        self.text: bytes = compiled.string.encode()
+        self.names: list[str] = compiled.positiontup
+
+    def parameters(self, values: dict[str, Any]) -> list[bytes | None]:
+        given = (values[name] for name in self.names)
+        return [None if value is None else str(value).encode() for value in given]
+
+
+def _array(numbers: Iterable[int]) -> str:
+    return f"{{{','.join(map(str, numbers))}}}"
+
+
+def _check(result: Any) -> Any:
+    if result.status in _GOOD:
+        return result
+    raise psycopg.errors.error_from_result(result)

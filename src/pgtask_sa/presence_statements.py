@@ -1,0 +1,163 @@
+"""The SQL of the workers' table; see `presence_table` for what stands in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Delete,
+    Insert,
+    Integer,
+    Select,
+    Table,
+    Text,
+    Update,
+    and_,
+    bindparam,
+    cast,
+    column,
+    delete,
+    exists,
+    func,
+    literal_column,
+    or_,
+    select,
+    true,
+    update,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.dialects.postgresql import insert as pg_insert
+
+from pgtask_sa.presence_table import LOCK_CLASS, worker_table
+from pgtask_sa.rows import quoted
+
+# Without a lock to look at: so long after its last word a worker is taken for dead.
+SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
+CLASS = literal_column(str(LOCK_CLASS), Integer)
+MINE = bindparam("worker_id", type_=Integer)
+TASK_IDS = bindparam("task_ids", type_=ARRAY(BigInteger))
+ROW_VERSIONS = bindparam("row_versions", type_=ARRAY(BigInteger))
+
+
+def _clock() -> ColumnElement[Any]:
+    return func.statement_timestamp()
+
+
+def hold_presence() -> Select[Any]:
+    """Hold the lock that says that ``:worker_id`` lives, as long as the connection does."""
+    return select(func.pg_advisory_lock(CLASS, MINE))
+
+
+def enlist(task: Table) -> Insert:
+    """Add a lane, ``:lane``, or bring it up to date when its worker has connected anew."""
+    table = worker_table(task)
+    given: dict[str, Any] = {name: bindparam(name) for name in ("lane", "host", "pid", "is_direct")}
+    row = pg_insert(table).values(
+        worker_id=MINE, server_started_at=func.pg_postmaster_start_time(), **given
+    )
+    renewed = {name: row.excluded[name] for name in ("server_started_at", "is_direct")}
+    return row.on_conflict_do_update(
+        index_elements=["worker_id", "lane"], set_={**renewed, "seen_at": _clock()}
+    )
+
+
+def note_claim(task: Table) -> Update:
+    """Note what a lane has claimed, and return who else had claimed one of these, if anybody.
+
+    One statement, since it is executed once for each claim. It must be committed before a handler
+    begins. A list of numbers comes back, or null; and no row at all if the lane is not enlisted.
+    """
+    table = worker_table(task)
+    other = table.alias("other")
+    others = (
+        select(func.array_agg(other.c.worker_id.distinct()))
+        .where(other.c.worker_id != MINE, other.c.task_ids.overlap(TASK_IDS))
+        .scalar_subquery()
+    )
+    noted = update(table).values(
+        task_ids=TASK_IDS,
+        row_versions=ROW_VERSIONS,
+        backend_pid=bindparam("backend_pid"),
+        begun_at=bindparam("begun_at"),
+        seen_at=_clock(),
+    )
+    mine = and_(table.c.worker_id == MINE, table.c.lane == bindparam("lane", type_=Integer))
+    return noted.where(mine).returning(others)
+
+
+def _holdings(ids: Any, versions: Any, name: str) -> Any:
+    pairs = func.unnest(ids, versions).table_valued(
+        column("task_id", BigInteger), column("version", BigInteger), name=name
+    )
+    return pairs.render_derived(name=name)
+
+
+def _is_unsettled(task: Table, held: Any) -> ColumnElement[bool]:
+    """Say whether a row is still of the version that was claimed: that claim came to nothing."""
+    version = cast(cast(literal_column(f"{quoted(task)}.xmin"), Text), BigInteger)
+    same = (task.c.task_id == held.c.task_id, version == held.c.version)
+    return exists(select(literal_column("1")).select_from(task).where(*same))
+
+
+def _is_gone(table: Any) -> ColumnElement[bool]:
+    """Say whether a worker is dead. Its lock is free then; many may look at the same time."""
+    free = func.pg_try_advisory_xact_lock_shared(CLASS, table.c.worker_id)
+    return or_(and_(table.c.is_direct, free), ~table.c.is_direct)
+
+
+def deaths(task: Table) -> Select[Any]:
+    """Of claimed rows, tell which were claimed before by workers that died, and beside what.
+
+    Returns:
+        One row for each such claim: ``task_id``, and ``beside``: how many tasks its worker had in
+        flight, this one included, in all its lanes.
+    """
+    table = worker_table(task)
+    other, lane = table.alias("other"), table.alias("lane")
+    claimed = _holdings(TASK_IDS, ROW_VERSIONS, "claimed")
+    held = _holdings(other.c.task_ids, other.c.row_versions, "held")
+    beside = (
+        select(func.sum(func.cardinality(lane.c.task_ids)))
+        .where(lane.c.worker_id == other.c.worker_id)
+        .scalar_subquery()
+    )
+    same = and_(claimed.c.task_id == held.c.task_id, claimed.c.version == held.c.version)
+    return (
+        select(claimed.c.task_id, beside.label("beside"))
+        .select_from(other.join(held, true()).join(claimed, same))
+        .where(
+            other.c.worker_id != MINE,
+            other.c.task_ids.overlap(TASK_IDS),
+            other.c.server_started_at == func.pg_postmaster_start_time(),
+            _is_gone(other),
+        )
+    )
+
+
+def note_alive(task: Table) -> Update:
+    """Note that ``:worker_id`` was alive just now; for those who cannot look at its lock."""
+    table = worker_table(task)
+    return update(table).where(table.c.worker_id == MINE).values(seen_at=_clock())
+
+
+def dismiss(task: Table) -> Delete:
+    """Take ``:worker_id`` out, whose end is in order."""
+    table = worker_table(task)
+    return delete(table).where(table.c.worker_id == MINE)
+
+
+def dismiss_dead(task: Table) -> Delete:
+    """Take out the dead, but for those whose claims somebody has still to count."""
+    table = worker_table(task)
+    held = _holdings(table.c.task_ids, table.c.row_versions, "held")
+    counts: Select[Any] = (
+        select(literal_column("1")).select_from(held).where(_is_unsettled(task, held))
+    )
+    today = table.c.server_started_at == func.pg_postmaster_start_time()
+    silent = table.c.seen_at < _clock() - SILENCE
+    settled = or_(~exists(counts.correlate(table)), ~today)
+    return delete(table).where(
+        table.c.worker_id != MINE, settled, or_(table.c.is_direct, silent), _is_gone(table)
+    )

@@ -1,0 +1,81 @@
+"""Lets one task run alone in its process, when it is suspected of killing processes.
+
+A process that dies takes all its tasks along, and nobody can tell which of them did it. So the next
+time each of them runs alone: if the process dies again, there is no doubt. Most are innocent, and
+some take long. After one death the others are therefore kept out for a moment only: enough for one
+that kills at once. After two, or before its last start, they are kept out as long as it takes.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Hashable
+
+LOOK = 0.02  # seconds between looks whether the others have come to their end
+MOMENT = 2.0  # seconds, for one that was there once
+
+
+class Solitary(Exception):  # noqa: N818 - a demand, no error
+    """A claim holds tasks that should run alone: roll it back, and run these by their numbers.
+
+    Attributes:
+        task_ids: which.
+        seconds: how long the others are kept out, at most.
+    """
+
+    def __init__(self, task_ids: list[int], *, strictly: bool) -> None:
+        super().__init__(f"tasks {task_ids} must run alone")
+        self.task_ids = task_ids
+        self.seconds = math.inf if strictly else MOMENT
+
+
+class Gate:
+    """Knows the lanes that run something, and keeps the others out for one that must be alone.
+
+    Example:
+        >>> gate = Gate()
+        >>> gate.enter("one"), gate.close(60)
+        (True, True)
+        >>> gate.enter("two"), gate.must_wait()
+        (False, False)
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside: set[Hashable] = set()
+        self._closed_until = 0.0
+
+    def enter(self, lane: Hashable) -> bool:
+        """Let a lane in that is about to claim; False when it has to wait."""
+        with self._lock:
+            if self._is_closed():
+                return False
+            self._inside.add(lane)
+            return True
+
+    def _is_closed(self) -> bool:
+        return time.monotonic() < self._closed_until
+
+    def leave(self, lane: Hashable) -> None:
+        """Let a lane out whose tasks are settled, or that is written off."""
+        with self._lock:
+            self._inside.discard(lane)
+
+    def close(self, seconds: float) -> bool:
+        """Keep everybody else out for a while; False when somebody else does so already."""
+        with self._lock:
+            if self._is_closed():
+                return False
+            self._closed_until = time.monotonic() + seconds
+            return True
+
+    def must_wait(self) -> bool:
+        """Say whether others are still inside, and it pays to wait for their end."""
+        return len(self._inside) > 1 and self._is_closed()
+
+    def open(self) -> None:
+        """Let everybody in again."""
+        with self._lock:
+            self._closed_until = 0.0

@@ -1,0 +1,3 @@
+DELETE
+FROM task_worker
+WHERE task_worker.worker_id = %(worker_id)s::INTEGER
