@@ -190,8 +190,8 @@ def test_an_error_on_a_connection_that_is_gone(engine):
         raise ValueError("the cause")
 
 
-def test_an_idle_worker_holds_a_connection_for_each_lane_and_one_that_listens(db_url):
-    """What the README says of sizing: concurrency for each kind of handler, and one more."""
+def test_an_idle_worker_holds_a_connection_for_each_lane_and_two_more(db_url):
+    """What the README says of sizing: concurrency for each kind of handler, and two more."""
     running = Running(db_url, concurrency=3)
 
     @running.tasks.handler("SYNC")
@@ -206,4 +206,4 @@ def test_an_idle_worker_holds_a_connection_for_each_lane_and_one_that_listens(db
     )
     with running:
         running.until_idle()
-        running.until(lambda: [(3 + 3 + 1,)] == running.rows(held))
+        running.until(lambda: [(3 + 3 + 2,)] == running.rows(held))

@@ -1,8 +1,9 @@
 """Between claim and run: note what is in flight, and sort out what must not simply run.
 
-* A task whose worker died while it ran has used up a start. If that worker had nothing else in
-  flight it is the culprit: it is put back as after any failed attempt, or buried. If it had, nobody
-  can tell, and the task runs again, alone.
+* A task whose worker died while it ran has used up a start. The first time it runs again at once,
+  alone: most workers that are killed are killed from outside. Then, if that worker had nothing else
+  in flight, it is the culprit: it is put back as after any failed attempt, or buried. If it had,
+  nobody can tell, and it runs again, alone.
 * A task of the leased mode is not run in the claim's transaction: it is put back as leased, to run
   after the COMMIT.
 """
@@ -113,7 +114,8 @@ class Admission:
         """Say whether a worker died of it, or of something that must not be tried once more."""
         died = claimed.uncounted > 0 or claimed.values["lease_token"] is not None
         used_up = claimed.attempts >= self.handlers[claimed.task_type].policy.max_attempts
-        return claimed.was_alone or (died and used_up)
+        again = claimed.was_alone and claimed.attempts > 1
+        return again or (died and used_up)
 
     def _count_death(self, claimed: Claimed) -> Report:
         error = WorkerDied(DIED if claimed.uncounted else CUT_OFF)

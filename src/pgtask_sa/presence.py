@@ -18,7 +18,8 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +75,9 @@ class Presence:
         Raises:
             DBAPIError: the database is away.
         """
-        with self._lock:
-            connection = self._connected()
+        with self._lock, self._anew_after_an_error():
+            self._write_lanes(self._connected(), [self._lanes + 1])
             self._lanes += 1
-            self._write_lanes(connection, [self._lanes])
             return self._lanes
 
     def note(self, lane: int, batch: Sequence[Claimed]) -> dict[int, Deaths]:
@@ -89,7 +89,7 @@ class Presence:
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
-        with self._lock:
+        with self._lock, self._anew_after_an_error():
             met = self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
             self._flying.add(lane)
             return self._deaths(ids, versions) if met else {}
@@ -97,7 +97,7 @@ class Presence:
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
         if lane in self._flying:
-            with self._lock:
+            with self._lock, self._anew_after_an_error():
                 self._send(lane, [], [], None, None)
                 self._flying.discard(lane)
 
@@ -109,7 +109,7 @@ class Presence:
 
     def look_after(self) -> None:
         """Say that this worker lives, and take out the dead whose claims have been counted."""
-        with self._lock:
+        with self._lock, self._anew_after_an_error():
             connection = self._connected()
             me = {"worker_id": self.worker_id}
             connection.execute(statements.note_alive(self.task), me)
@@ -135,12 +135,17 @@ class Presence:
         connection = self._connection = self._engine.connect()
         self._driver = connection.connection.driver_connection
         connection.detach()  # the lock must end with it
+        self._introduce(connection)
+        return connection
+
+    @contextmanager
+    def _anew_after_an_error(self) -> Iterator[None]:
+        """Keep no connection that met an error: a setting of it may be the cause."""
         try:
-            self._introduce(connection)
+            yield
         except BaseException:
             self._close()
             raise
-        return connection
 
     def _introduce(self, connection: Connection) -> None:
         pid = connection.exec_driver_sql("select pg_backend_pid()").scalar()

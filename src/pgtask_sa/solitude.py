@@ -14,7 +14,7 @@ import time
 from collections.abc import Hashable
 
 LOOK = 0.02  # seconds between looks whether the others have come to their end
-MOMENT = 2.0  # seconds, for one that was there once
+MOMENT = 0.5  # seconds, for one that was there once: a task must be running again within one
 
 
 class Solitary(Exception):  # noqa: N818 - a demand, no error

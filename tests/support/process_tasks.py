@@ -24,29 +24,29 @@ def _row(params):
     return {"i": params["i"], "pid": os.getpid()}
 
 
-@tasks.handler("ROW", max_attempts=1)
+@tasks.handler("ROW")
 def row(session, params):
     session.execute(INSERT, _row(params))
 
 
-@tasks.handler("ASYNC_ROW", max_attempts=1)
+@tasks.handler("ASYNC_ROW")
 async def async_row(session, params):
     await session.execute(INSERT, _row(params))
 
 
-@tasks.handler("SLEEP", max_attempts=1)
+@tasks.handler("SLEEP")
 def sleep(session, params):
     session.execute(INSERT, _row(params))
     time.sleep(params["seconds"])
 
 
-@tasks.handler("ASYNC_SLEEP", max_attempts=1)
+@tasks.handler("ASYNC_SLEEP")
 async def async_sleep(session, params):
     await session.execute(INSERT, _row(params))
     await asyncio.sleep(params["seconds"])
 
 
-@tasks.handler("QUERY", max_attempts=1)
+@tasks.handler("QUERY")
 def query(session, params):
     session.execute(INSERT, _row(params))
     session.execute(text("select pg_sleep(:seconds)"), params)
