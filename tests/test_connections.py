@@ -68,7 +68,7 @@ def test_a_date_style_of_the_database(db_url, kind):
 @pytest.mark.parametrize("broken", ["CHECK_CLIENT", "DATE_STYLE"])
 def test_one_setting_that_is_refused(db_url, monkeypatch, broken):
     """The other one holds all the same."""
-    monkeypatch.setattr(f"pgtask_sa.engines.{broken}", "set no_such_setting = 1")
+    monkeypatch.setattr(f"pgtask_sa.engines.{broken}", ("no_such_setting", "1"))
     name = make_url(db_url).database
     admin = create_engine(db_url)
     with admin.begin() as connection:

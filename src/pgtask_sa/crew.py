@@ -65,6 +65,7 @@ class Plan:
     events: Events
     session: Callable[..., Session]
     async_session: Callable[..., AsyncSession]
+    direct_url: URL | None = None
 
 
 class Crew:
@@ -76,6 +77,9 @@ class Crew:
         self.stopping = stopping
         self.stop = stop
         self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS)
+        self.direct_engine = self.engine
+        if plan.direct_url is not None:
+            self.direct_engine = worker_engine(plan.direct_url, SIDE_CONNECTIONS)
         self.roster = Roster(plan.tables.task, plan.handlers, plan.events)
         self.counts = {kind: o.concurrency for kind, types in self.roster.types.items() if types}
         self.bell = Doorbell(self.counts)
@@ -96,7 +100,7 @@ class Crew:
             stopping=stopping,
         )
         self.listener = Listener(
-            self.engine,
+            self.direct_engine,
             self.roster,
             self.bell,
             self.health,
@@ -233,6 +237,7 @@ class Crew:
             if self.plan.options.drain:
                 self._report()
             self.engine.dispose()
+            self.direct_engine.dispose()
 
     def _report(self) -> None:
         """Tell at the end of a drain what was left for want of a handler."""
