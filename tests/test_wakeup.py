@@ -55,6 +55,7 @@ def _asleep(running: Running) -> None:
     running.until(lambda: [] == running.rows(busy))
 
 
+@pytest.mark.direct
 def test_a_task_on_an_idle_system_starts_at_once(running: Running):
     """The figure is the benchmark's; here it is enough that nobody waited for a poll."""
     with running:
@@ -67,6 +68,7 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
             running.until_idle()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_delayed_task_starts_at_its_time(db_url, concurrency):
     """Never early, nor late by a poll, also if no lane was asleep at the news of it."""
@@ -149,6 +151,7 @@ def _heard(connection: Any, seconds: float) -> int:
     return count
 
 
+@pytest.mark.direct
 def test_notify_is_sent_only_to_sleepers(db_url):
     """NOTIFY serialises all commits of a database, so a busy one must be spared."""
     running = _recorder(db_url, concurrency=1)
@@ -205,6 +208,7 @@ def test_a_two_phase_enqueue_with_a_sleeper(db_url):
         running.until(lambda: running.rows("select 1 from began"))
 
 
+@pytest.mark.direct
 def test_a_listener_that_was_cut_off_listens_again(db_url):
     """One connection less is no reason to alarm anybody, and wake-ups work as before."""
     running = _recorder(db_url)
@@ -227,6 +231,7 @@ def _cut_listener_off(running: Running) -> None:
     assert 1 == len(terminated)
 
 
+@pytest.mark.direct
 def test_workers_without_a_listener_look_by_themselves(db_url):
     """When LISTEN cannot be had, it is told once, and tasks are found within a second or so."""
     running = _recorder(db_url)
@@ -247,6 +252,7 @@ def test_workers_without_a_listener_look_by_themselves(db_url):
     assert [] == running.told("database.down")
 
 
+@pytest.mark.direct
 def test_no_wake_up_is_lost(db_url):
     """A thousand tasks, at random moments around falling asleep: each is found without a poll."""
     running = _recorder(db_url, concurrency=2)
