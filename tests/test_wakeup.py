@@ -7,15 +7,21 @@ import select
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from waiting import let_pass
+from waiting import let_pass, wait_until
 
-from pgtask_sa import TaskSession, insert_task
+from pgtask_sa import Task, TaskSession, insert_task
+from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.engines import database_url, worker_engine
+from pgtask_sa.events import Events
+from pgtask_sa.roster import Roster
+from pgtask_sa.wakeup import Health, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -276,3 +282,88 @@ def test_no_wake_up_is_lost(db_url):
         running.until(lambda: running.count() == 0, timeout=10)
     late = "select count(*), count(distinct i) from began"
     assert [(total, total)] == running.rows(late)
+
+
+# -- a listener by itself --------------------------------------------------------------------
+
+
+@contextmanager
+def _listener(url: str, rung: list[str]) -> Iterator[Listener]:
+    """Give a listener whose only lane sleeps, and notes in ``rung`` that it was woken."""
+    engine = worker_engine(database_url(url), 1)
+    events, bell = Events([]), Doorbell({"sync": 1})
+    roster = Roster(Task.__table__, {}, events)
+    pauses = {"idle_interval": NEVER, "report_interval": NEVER}
+    listener = Listener(engine, roster, bell, Health(events), **pauses)
+    bell.sleep("sync", lambda: rung.append("rung"))
+    yield listener
+    if listener.is_alive():
+        listener.stop()
+        listener.join(5)
+    engine.dispose()
+
+
+@pytest.mark.direct
+def test_notices_to_cancel(db_url):
+    """Who wants a task to be stopped says so where workers listen; all else means work."""
+    rung: list[str] = []
+    cancelled: list[int] = []
+    admin = create_engine(db_url, isolation_level="AUTOCOMMIT")
+    with _listener(db_url, rung) as listener, admin.connect() as connection:
+        listener.on_cancel = cancelled.append
+        oid = connection.execute(text("select 'task'::regclass::oid")).scalar_one()
+        send = text(f"select pg_notify('pgtask_{oid}', :payload)")
+
+        def put_to_sleep() -> None:
+            rung.clear()
+            while not listener.bell.sleep("sync", lambda: rung.append("rung")):
+                pass
+
+        listener.start()
+        wait_until(lambda: rung)  # it rings once when it listens
+        put_to_sleep()
+        for payload in ("cancel 17", f"cancel {2**62}"):
+            connection.execute(send, {"payload": payload})
+        wait_until(lambda: len(cancelled) == 2)
+        assert ([17, 2**62], []) == (cancelled, rung)
+        for payload in ("", "cancel", "cancel x", "cancel -1"):
+            connection.execute(send, {"payload": payload})
+            wait_until(lambda: rung)
+            put_to_sleep()
+    admin.dispose()
+    assert [17, 2**62] == cancelled
+
+
+def _intervals(listener: Listener, answers: str) -> list[float]:
+    """Return how long it waits after each look that found something ready (1), or nothing (0)."""
+    waits = []
+    for answer in answers:
+        row = SimpleNamespace(ready=answer == "1", seconds=None)
+        result = SimpleNamespace(one=lambda row=row: row)
+        before = time.monotonic()
+        listener._poll(SimpleNamespace(execute=lambda *_, result=result: result))
+        waits.append(listener._next_poll - before)
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("pooled", "answers", "expected"),
+    [
+        (True, "000000", [0.02, 0.06, 0.18, 0.54, 1, 1]),
+        (True, "0000011111", [0.02, 0.06, 0.18, 0.54, 1, 0.02, 0.06, 0.18, 0.4, 0.4]),
+        (False, "00000000", [0.02, 0.06, 0.18, 0.54, 1.62, 4.86, 14.58, 43.74]),
+        (False, "1111100", [0.02, 0.06, 0.18, 0.4, 0.4, 0.4, 1.2]),
+    ],
+)
+def test_how_often_a_listener_looks(direct_db_url, pooler, pooled, answers, expected):
+    """G5: less and less while nothing comes; through a pooler once a second, and soon after work.
+
+    A task that runs looks like one that waits, and must not be asked for all the time.
+    """
+    url = pooler.url(direct_db_url) if pooled else direct_db_url
+    with _listener(url, []) as listener, listener.engine.connect() as connection:
+        listener._set_up(connection, connection.connection.driver_connection, 1)
+        waits = _intervals(listener, answers)
+    assert [True] * len(expected) == [
+        0.85 * most < wait < most + 0.1 for most, wait in zip(expected, waits, strict=True)
+    ], waits
