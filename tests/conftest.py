@@ -4,8 +4,8 @@ Which server: the one that `DATABASE_URL` names; else an embedded one, of the wh
 directory in `PGTASK_TEST_PG_BIN`; else one in Docker. `PGTASK_TEST_SERVER` = url, embedded or
 testcontainers decides.
 
-`PGTASK_TEST_POOLER` = pgbouncer leads the tests to it through a PgBouncer, in transaction mode. Those
-marked `direct` are skipped then.
+`PGTASK_TEST_POOLER` = pgbouncer leads the tests to it through a PgBouncer, in transaction mode.
+Those marked `direct` are skipped then.
 """
 
 from __future__ import annotations

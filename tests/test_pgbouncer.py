@@ -7,6 +7,7 @@ matters there.
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ import pytest
 from fleet import HERE, Fleet
 from own_models import UniqueJob
 from pgbouncer import PgBouncer, pgbouncer, program
+from processes import WorkerProcess
 from proxy import TcpProxy
 from running import Running
 from sqlalchemy import Engine, create_engine, event, make_url, text
@@ -295,6 +297,46 @@ def test_a_killed_worker_gives_its_task_back(direct_db_url, pooled_url, task_typ
         fleet.until(lambda: [0] == fleet.attempts(), 5)
         assert 2.0 > time.monotonic() - killed
     assert [] == fleet.done()
+
+
+@pytest.mark.parametrize("task_type", ["QUERY", "ASYNC_SLEEP"])
+def test_a_killed_workers_task_runs_elsewhere(direct_db_url, pooled_url, task_type):
+    """Promise 3 holds, to about a second: nobody is told, the others look."""
+    fleet = Fleet(direct_db_url)
+    with fleet.worker(url=pooled_url) as first:
+        fleet.enqueue(task_type, {"i": 1, "seconds": NEVER})
+        runner = fleet.until(fleet.runner)
+        with fleet.worker(url=pooled_url) as second:
+            second.wait_for_line("through a pooler", 20)
+            first.kill()
+            killed = time.monotonic()
+            fleet.until(lambda: fleet.runner() not in (None, runner), 5)
+            assert 1.5 > time.monotonic() - killed
+    assert ([], 0) == (fleet.done(), fleet.count("dead_task"))
+
+
+def test_exactly_once_whoever_is_killed(direct_db_url, pooled_url):
+    """Promise 2: workers that are killed all the time, and each task leaves one row."""
+    total, dice = 600, random.Random(7)
+    fleet = Fleet(direct_db_url)
+
+    def worker(size: str) -> WorkerProcess:
+        options = ("--batch-size", size, "--concurrency", "2", "--log-level", "warning")
+        return stack.enter_context(fleet.worker(*options, url=pooled_url))
+
+    with ExitStack() as stack:
+        workers = {size: worker(size) for size in ("1", "10")}
+        for i in range(0, total, 100):
+            kind = "ASYNC_ROW" if i % 200 else "ROW"
+            fleet.enqueue(kind, *[{"i": n} for n in range(i, i + 100)])
+            size = dice.choice(list(workers))
+            if i < total - 200:
+                workers[size].wait_for_line("through a pooler", 20)
+                fleet.until(lambda: fleet.done() or not fleet.count())
+                workers[size].kill()
+                workers[size] = worker(size)
+        fleet.until(lambda: fleet.count() == 0, 30)
+    assert (list(range(total)), 0) == (fleet.done(), fleet.count("dead_task"))
 
 
 # -- waking up -------------------------------------------------------------------------------

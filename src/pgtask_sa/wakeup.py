@@ -12,8 +12,8 @@ while it waits. The protocol with the insert trigger:
 5. A notification that comes while nobody sleeps: the announcement is withdrawn, and from then on
    inserts cost nothing extra.
 
-Through a pooler neither LISTEN nor the lock can be had: they belong to a session, and there is none.
-Then polling alone must do, once a second at least while lanes sleep.
+Through a pooler neither LISTEN nor the lock can be had: they belong to a session, and there is
+none. Then polling alone must do, once a second at least while lanes sleep.
 """
 
 from __future__ import annotations
