@@ -5,13 +5,22 @@ Each test prints its figures; ``pytest -s`` shows them.
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
-from faults import Load, Terminator, alternate, changes, connections, pickup
+from faults import DarkProxy, Load, Terminator, alternate, changes, connections, pickup, quiet
 from fleet import Fleet, events, started
 from proxy import TcpProxy
+from running import Running
+from sqlalchemy import make_url, text
 from waiting import let_pass, wait_until
+
+from pgtask_sa import engines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # What is found within half a second at this interval was not found by looking.
 OPTIONS = ("--log-format", "json", "--idle-interval", "30", "--concurrency", "4")
@@ -146,3 +155,63 @@ def test_a_network_that_fails_under_load(fleet: Fleet, proxy):
     assert unknown > 0
     assert [True, True] == [alternate(each) for each in told]
     assert [] == events(one, "worker.error") + events(two, "worker.error")
+
+
+SHORT = {
+    "keepalives_idle": 1,
+    "keepalives_interval": 1,
+    "keepalives_count": 2,
+    "tcp_user_timeout": 2000,
+}
+
+
+@pytest.fixture
+def dark_proxy(server_url, monkeypatch) -> Iterator[DarkProxy]:
+    """Give a proxy that can go dark, with limits of a few seconds."""
+    monkeypatch.setattr(engines, "SERVER_USER_TIMEOUT", 2500)
+    for name, value in SHORT.items():
+        monkeypatch.setitem(engines.CONNECT_ARGS, name, value)
+    with DarkProxy.before(server_url) as proxy:
+        yield proxy
+
+
+def test_connections_that_went_dark(db_url, dark_proxy):
+    """F6: the server notices, too: the task runs elsewhere; and the worker listens again."""
+    running = Running(db_url, idle_interval=30)
+    running.url = make_url(dark_proxy.url(db_url))
+    calls: list[int] = []
+    release = threading.Event()
+
+    @running.tasks.handler("A", max_attempts=1)
+    def body(session, params):
+        session.execute(text("insert into mark values (1)"))
+        calls.append(1)
+        if len(calls) == 1:
+            release.wait(20)
+
+    @running.tasks.handler("B", max_attempts=1)
+    def mark(session, params):
+        session.execute(text("insert into mark values (2)"))
+
+    running.enqueue("A")
+    with running:
+        running.until(lambda: calls)
+        running.until_idle()
+        dark, began = dark_proxy.go_dark(), time.monotonic()
+        running.until(lambda: running.marks() == [1], 8)
+        elsewhere = time.monotonic() - began
+        release.set()
+        running.first("transaction.lost")
+        noticed = time.monotonic() - began
+        running.until(lambda: quiet(running), 10, 0.05)
+        began = time.monotonic()
+        running.enqueue("B")
+        running.until(lambda: running.marks() == [1, 2])
+        single = time.monotonic() - began
+    print(
+        f"\n{dark} connections went dark; with limits of 2 s (worker) and 2.5 s (server) the task was done"
+        f" elsewhere after {elsewhere:.1f} s, and the first lane free after {noticed:.1f} s;"
+        f" next task: {single:.3f} s"
+    )
+    assert (7 > elsewhere, 10 > noticed, 0.5 > single) == (True, True, True)
+    assert ([], []) == (running.dead(), running.told("worker.error", "database.down"))

@@ -32,6 +32,9 @@ CONNECT_ARGS = {
 CHECK_CLIENT = "set client_connection_check_interval = '250ms'"
 # Of the other styles, which a role or a database may have, psycopg reads no timestamps.
 DATE_STYLE = "set datestyle = 'ISO'"
+# In milliseconds; on Linux it counts in place of keepalives_count. Longer than ours: for the server
+# it also runs while a handler takes its time to read a large answer.
+SERVER_USER_TIMEOUT = 60_000
 
 
 def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
@@ -117,10 +120,25 @@ def _prepare(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def _prepare_connection(dbapi_connection: Any, record: Any) -> None:
         guard_driver(getattr(dbapi_connection, "driver_connection", dbapi_connection), record.info)
-        both = f"{CHECK_CLIENT}; {DATE_STYLE}"  # in one round trip
-        if not _set(dbapi_connection, both):  # not every platform's server can check
-            _set(dbapi_connection, CHECK_CLIENT)
-            _set(dbapi_connection, DATE_STYLE)
+        settings = (CHECK_CLIENT, DATE_STYLE, server_keepalives())
+        if not _set(dbapi_connection, "; ".join(settings)):  # in one round trip
+            for statement in settings:  # not every platform's server can check
+                _set(dbapi_connection, statement)
+
+
+def server_keepalives() -> str:
+    """Return what makes the server, too, notice a connection that died silently.
+
+    Left to itself it keeps the row of a worker behind such a connection for two hours and more;
+    with this for a minute.
+
+    Example:
+        >>> server_keepalives().partition(";")[0]
+        'set tcp_keepalives_idle = 10'
+    """
+    names = ("keepalives_idle", "keepalives_interval", "keepalives_count")
+    settings = [f"set tcp_{name} = {CONNECT_ARGS[name]}" for name in names]
+    return "; ".join([*settings, f"set tcp_user_timeout = {SERVER_USER_TIMEOUT}"])
 
 
 def _set(dbapi_connection: Any, statement: str) -> bool:

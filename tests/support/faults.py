@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from processes import WorkerProcess
+    from running import Running
     from typing_extensions import Self
 
 KINDS = ("ROW", "ASYNC_ROW")
@@ -127,7 +128,7 @@ def connections(fleet: Fleet) -> int:
     return int(fleet.rows(query)[0][0])
 
 
-def quiet(fleet: Fleet, seconds: float = 0.7) -> bool:
+def quiet(fleet: Fleet | Running, seconds: float = 0.7) -> bool:
     """Say whether no connection but ours did anything for a while: the looks after work are over."""
     busy = (
         "select 1 from pg_stat_activity where datname = current_database()"
