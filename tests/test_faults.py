@@ -209,8 +209,8 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         running.until(lambda: running.marks() == [1, 2])
         single = time.monotonic() - began
     print(
-        f"\n{dark} connections went dark; with limits of 2 s (worker) and 2.5 s (server) the task was done"
-        f" elsewhere after {elsewhere:.1f} s, and the first lane free after {noticed:.1f} s;"
+        f"\n{dark} connections went dark; with limits of 2 s (worker) and 2.5 s (server) the task"
+        f" was done elsewhere after {elsewhere:.1f} s, and the first lane free after {noticed:.1f} s;"
         f" next task: {single:.3f} s"
     )
     assert (7 > elsewhere, 10 > noticed, 0.5 > single) == (True, True, True)

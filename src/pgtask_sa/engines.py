@@ -97,6 +97,7 @@ def _options(size: int) -> dict[str, Any]:
         "pool_reset_on_return": "rollback",
         "isolation_level": "READ COMMITTED",  # under a higher one SKIP LOCKED fails, not skips
         "connect_args": CONNECT_ARGS,
+        "hide_parameters": True,  # a handler may log the text of an error
     }
 
 

@@ -89,7 +89,9 @@ class Load:
 
     def first_done_after(self, moment: float, timeout: float = 15) -> float:
         """Wait for something to be done after a moment of `time.time`; return how long it took."""
-        query = f"select extract(epoch from min(at))::float from done where at > to_timestamp({moment})"
+        query = (
+            f"select extract(epoch from min(at))::float from done where at > to_timestamp({moment})"
+        )
         return wait_until(lambda: self._ask(query), timeout, 0.02) - moment
 
     def _ask(self, query: str) -> float | None:
@@ -103,7 +105,7 @@ class Load:
         self.fleet.until(lambda: self.fleet.count() == 0, timeout)
 
     def lost_and_doubled(self) -> tuple[list[int], list[int], int]:
-        """Return what was confirmed and not done, what was done twice, and the dead tasks' count."""
+        """Return what was confirmed and not done, done twice, and the count of dead tasks."""
         done = Counter(self.fleet.done())
         lost = sorted(set(self.confirmed) - set(done))
         return lost, [i for i, n in done.items() if n > 1], self.fleet.count("dead_task")
@@ -129,7 +131,7 @@ def connections(fleet: Fleet) -> int:
 
 
 def quiet(fleet: Fleet | Running, seconds: float = 0.7) -> bool:
-    """Say whether no connection but ours did anything for a while: the looks after work are over."""
+    """Say whether no connection but ours did anything for a while."""
     busy = (
         "select 1 from pg_stat_activity where datname = current_database()"
         " and pid <> pg_backend_pid() and backend_type = 'client backend'"
