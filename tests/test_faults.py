@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -225,6 +226,27 @@ def test_connections_that_went_dark(db_url, dark_proxy):
     )
     assert (7 > elsewhere, 10 > noticed, 0.5 > single) == (True, True, True)
     assert ([], []) == (running.dead(), running.told("worker.error", "database.down"))
+
+
+@pytest.mark.parametrize("kind", ["idle", "QUERY"])
+def test_a_signal_while_the_network_is_dark(db_url, dark_proxy, kind):
+    """E11: the end does not wait for connections that do not answer: grace and two seconds."""
+    fleet = Fleet(db_url)
+    with fleet.worker(*OPTIONS, "--grace", "0.5", url=dark_proxy.url(db_url)) as worker:
+        started(worker)
+        if kind == "QUERY":
+            fleet.enqueue(kind, {"i": 1, "seconds": 60})
+        fleet.until(fleet.runner if kind == "QUERY" else lambda: quiet(fleet, 0.3))
+        dark_proxy.go_dark()
+        dark_proxy.stall()  # nor does a new connection get through
+        began = time.time()
+        worker.terminate()
+        worker.wait(15)
+        told = events(worker, "worker.stopped")[0]
+    ended = datetime.fromisoformat(told["time"].replace("Z", "+00:00")).timestamp() - began
+    print(f"\n{kind}: ended {ended:.2f} s after the signal, with a grace of 0.5 s")
+    assert (0 if kind == "idle" else 3) == told["exit_code"]
+    assert 3 > ended  # and half a second for a machine that is busy
 
 
 # -- trouble of the database ---------------------------------------------------------------------

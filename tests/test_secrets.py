@@ -10,6 +10,7 @@ from typing import Any, Literal
 import pydantic
 import pytest
 from fleet import Fleet, events
+from running import Running
 from sqlalchemy import Column, Enum, MetaData, Table, Text, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -195,3 +196,44 @@ def test_no_value_in_what_a_handler_sees_of_an_error(db_url):
         connection.execute(text("select cast(:a as text) from nowhere"), {"a": MARKER})
     engine.dispose()
     assert MARKER not in str(raised.value)
+
+
+class Odd(Exception):
+    """Looks at itself, and breaks."""
+
+    def __repr__(self) -> str:
+        raise SystemExit(4)
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyboardInterrupt
+
+
+class OddInterrupt(KeyboardInterrupt):
+    """Gets out of every event loop, and cannot be shown."""
+
+    __repr__ = Odd.__repr__
+    __str__ = Odd.__str__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_errors_that_cannot_be_looked_at(db_url, kind):
+    """E4: whatever they raise when they are rendered, the attempt is counted, the lane lives."""
+    running = Running(db_url, concurrency=1, drain=True)
+    errors = (Odd, OddInterrupt)
+
+    def body(session, params):
+        raise errors[params["i"]]
+
+    async def awaited(session, params):
+        raise errors[params["i"]]
+
+    running.tasks.handler("A", max_attempts=1)(body if kind == "sync" else awaited)
+    running.enqueue("A", {"i": 0}, {"i": 1})
+    with running:
+        assert 0 == running.wait()
+    running.admin.dispose()
+    assert [("A", 1, "failed")] * 2 == running.dead()
+    assert [] == running.told("worker.error", "loop.died", "lane.stuck")

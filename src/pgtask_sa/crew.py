@@ -228,7 +228,7 @@ class Crew:
         """Close what is left open."""
         self.watchdog.stop()
         if self.listener.is_alive():
-            self.listener.join(2.0)
+            self.listener.join(0.5)  # not for long: its connection may be one that hangs
         if not self.busy():
             if self.plan.options.drain:
                 self._report()

@@ -50,7 +50,7 @@ def _attribute(thing: object, name: str) -> Any:
     """Read an attribute of somebody's exception, whose code may raise anything at all."""
     try:
         return getattr(thing, name, None)
-    except Exception:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001
         return None
 
 
@@ -142,12 +142,12 @@ _ABOUT_VALUES = "22"  # "data exception": the message quotes the value that does
 
 
 def _message(error: BaseException) -> str:
-    if isinstance(error, pydantic.ValidationError):
-        return _validation_message(error)
     origin = error.orig if isinstance(error, StatementError) else error
     try:
+        if isinstance(error, pydantic.ValidationError):
+            return _validation_message(error)
         text = _primary(origin) or str(origin)
-    except (Exception, SystemExit) as broken:  # noqa: BLE001 - it must not win
+    except BaseException as broken:  # noqa: BLE001 - KeyboardInterrupt, too: it must not win
         return f"(its message cannot be rendered: {type(broken).__name__})"
     text = _DETAILS.sub("", text)
     return _QUOTED.sub('"…"', text) if _tells_a_value(error, origin) else text
