@@ -58,7 +58,7 @@ def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_s
                 fleet.until(lambda: connections(fleet) == ALL_CONNECTIONS)
                 load.first_done_after(time.time())
                 restartable_server.stop("immediate")
-                let_pass(crash * 0.5)  # the pauses between two tries get longer
+                let_pass(crash * 0.3)  # the pauses between two tries get longer
                 wait_until(lambda: "database.down" in (changes(one)[-1:] + changes(two)[-1:]), 10)
                 restartable_server.start()
                 back.append(load.first_done_after(time.time()))
@@ -104,7 +104,7 @@ def test_connections_ended_at_random_under_load(fleet: Fleet):
 
 def _stall(proxy):
     proxy.stall()
-    let_pass(1.5)
+    let_pass(1)
     proxy.resume()
 
 
@@ -265,7 +265,7 @@ class Trouble:
         for kind in ("SYNC", "ASYNC"):
             self.running.enqueue(kind, {"i": 1})
 
-    def rate(self, seconds: float = 1.5) -> float:
+    def rate(self, seconds: float = 1.0) -> float:
         """Return the transactions a second, for both lanes and the listener."""
         self.running.admin.dispose()
         return self.transactions.rate(seconds, let_pass)
@@ -299,7 +299,7 @@ def _raising(running: Running, when: str, code: str) -> str:
     return "drop function fail() cascade"
 
 
-@pytest.mark.parametrize("code", ["53100", "40001", "40P01"])
+@pytest.mark.parametrize("code", ["53100", "40001"])
 def test_claims_that_fail(trouble: Trouble, code):
     """E12: a full disk, or lost races, at the claim itself: no hot loop, no attempt, two lines."""
     running = trouble.running
@@ -311,7 +311,7 @@ def test_claims_that_fail(trouble: Trouble, code):
         running.execute(end)
         assert ([1, 1], []) == trouble.outcome()
     print(f"\n{code} at each claim: {rate:.0f} transactions/s for two lanes; {running.told()[1:]}")
-    assert 100 > rate
+    assert 150 > rate  # a hot loop makes thousands
     state = ["database.down", "database.up"] if code == "53100" else []
     assert ["worker.started", "worker.stopped"] == [running.told()[0], running.told()[-1]]
     assert [*state, "task.done", "task.done"] == sorted(running.told()[1:-1])
@@ -325,12 +325,24 @@ def test_a_handlers_table_that_fails(trouble: Trouble, code):
     trouble.enqueue()
     with running:
         running.first("task.retry")
-        rate = trouble.rate(1.0)
+        rate = trouble.rate()
         running.execute(end)
         assert ([1, 1], []) == trouble.outcome()
     retries = len(running.told("task.retry"))
     print(f"\n{code} in the handlers: {rate:.0f} transactions/s for two lanes, {retries} retries")
     assert 150 > rate
+
+
+@pytest.mark.xfail(reason="after 20 blameless failures, in some two seconds, they are counted")
+def test_a_handlers_table_that_fails_for_some_seconds(trouble: Trouble):
+    """E12: a disk that is full for four seconds costs no attempt."""
+    running = trouble.running
+    end = _raising(running, "insert on mark", "53100")
+    trouble.enqueue()
+    with running:
+        let_pass(4)
+        running.execute(end)
+        assert ([1, 1], []) == trouble.outcome()
 
 
 def test_a_deadlock_with_another_session(trouble: Trouble):
