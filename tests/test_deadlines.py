@@ -215,7 +215,7 @@ def test_a_time_limit_of_the_server(db_url, limit, touches):
         pytest.skip("it is a limit of statements")
     running.execute(f"alter database {name} set {limit} = '200ms'")
 
-    @running.tasks.handler("SLOW", max_attempts=2, backoff=0)
+    @running.tasks.handler("SLOW", max_attempts=2, backoff=0, timeout=None)  # else ours holds
     def slow(session, params):
         if touches == "before":
             session.execute(text("insert into mark values (1)"))
@@ -223,7 +223,7 @@ def test_a_time_limit_of_the_server(db_url, limit, touches):
         if touches == "after":
             session.execute(text("select pg_sleep(1)"))
 
-    @running.tasks.handler("GOOD")
+    @running.tasks.handler("GOOD", timeout=None)
     def good(session, params):
         session.execute(text("insert into mark values (7)"))
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from sqlalchemy.orm import Session
 
 from pgtask_sa.events import Events
+from pgtask_sa.failures import headline
 from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.settle import Claimed, Tables
 
@@ -53,7 +54,7 @@ def close(session: Session, events: Events) -> Exception | None:
     try:
         session.close()
     except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
-        events.emit("session.close", f"not closed: {error!r}", level=logging.DEBUG)
+        events.emit("session.close", f"not closed: {headline(error)}", level=logging.DEBUG)
         return error
     finally:
         session.bind = None  # a handler that kept it cannot write into the next one's work

@@ -8,6 +8,7 @@ word about what may be stored. On Python before 3.12 pydantic wants ``TypedDict`
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import pydantic
 from pydantic_core import PydanticSerializationError, to_json
 
 from pgtask_sa.errors import HandlerError, ParamsError
+from pgtask_sa.failures import validation_problem
 from pgtask_sa.params import MAX_BYTES, kind_of, path_of, snapshot
 
 
@@ -68,7 +70,7 @@ class ParamsCodec:
         except pydantic.ValidationError as error:
             raise _params_error(error, path) from None
         except (PydanticSerializationError, RecursionError) as error:
-            raise ParamsError(path, _first_line(error)) from None
+            raise ParamsError(path, _without_value(error)) from None
         return raw
 
     def _check_return(self, instance: Any, raw: dict[str, Any], path: str) -> None:
@@ -108,7 +110,12 @@ def _json_form(adapter: pydantic.TypeAdapter[Any], instance: Any, path: str) -> 
 
 def _params_error(error: pydantic.ValidationError, path: str) -> ParamsError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    return ParamsError(path_of(path, first["loc"]), first["msg"])
+    return ParamsError(path_of(path, first["loc"]), validation_problem(first))
+
+
+def _without_value(error: BaseException) -> str:
+    """Render an error of the serializer, which tells the value: it must not get into a log."""
+    return re.sub(r", input_value=.*?(, input_type=\w+)?\]", r"\1]", _first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,6 +22,7 @@ from pgtask_sa.engines import worker_async_engine, worker_engine
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
+from pgtask_sa.failures import headline
 from pgtask_sa.handlers import Handler
 from pgtask_sa.lanes import AsyncLane, Lane, Shared, SyncLane
 from pgtask_sa.lease_statements import release_lease
@@ -104,7 +105,7 @@ class Crew:
         self.counts = {kind: o.concurrency for kind, types in self.roster.types.items() if types}
         self.bell = Doorbell(self.counts)
         self.health = Health(plan.events)
-        self.presence = Presence(self.direct_engine, plan.tables.task)
+        self.presence = Presence(self.direct_engine, plan.tables.task, plan.events)
         self.keeper = Keeper(self.engine, plan.tables, self.presence, plan.events)
         self.keeper.on_lost = self._lease_lost
         self.watchdog = Watchdog(self.engine, self._settler)
@@ -220,7 +221,7 @@ class Crew:
         self.failed = True
         self.plan.events.emit(
             "loop.died",
-            f"the event loop of the async handlers has ended: {error!r}; the worker stops",
+            f"the event loop of the async handlers has ended: {headline(error)}; the worker stops",
             level=logging.CRITICAL,
         )
         self.stopping.set()
@@ -285,7 +286,7 @@ class Crew:
                     if lane.execution is not None:
                         self._cut_off(connection, lane.execution)
         except Exception as error:  # noqa: BLE001 - the database is away; then the rows are free
-            self.plan.events.emit("lane.cut", repr(error), level=logging.DEBUG)
+            self.plan.events.emit("lane.cut", headline(error), level=logging.DEBUG)
 
     def _cut_off(self, connection: Connection, execution: Execution) -> None:
         claimed, lease = execution.running, execution.lease
@@ -323,7 +324,7 @@ class Crew:
             self.keeper.join(1.0)
         self._leave()
         if self.listener.is_alive():
-            self.listener.join(2.0)
+            self.listener.join(0.5)  # not for long: its connection may be one that hangs
         if not self.busy():
             if self.plan.options.drain:
                 self._report()
@@ -390,7 +391,7 @@ class LoopThread(threading.Thread):
     def _tell(self, error: BaseException) -> None:
         self.shared.events.emit(
             "loop.interrupted",
-            f"something in an async handler stopped the event loop, which goes on: {error!r}",
+            f"an async handler has stopped the event loop, which goes on: {headline(error)}",
             level=logging.ERROR,
         )
 

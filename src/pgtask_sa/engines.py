@@ -44,9 +44,12 @@ CHECK_CLIENT = ("client_connection_check_interval", "250ms")
 # Of the other styles, which a role or a database may have, psycopg reads no timestamps.
 DATE_STYLE = ("datestyle", "ISO")
 # While a handler computes, or asks somebody else, its transaction is idle. Its own timeout decides.
+IDLE_TIMEOUT = ("idle_in_transaction_session_timeout", "0")
 LIMIT = "pgtask_limit"  # key in the info of a connection: milliseconds for a transaction
 LIMITS_SINCE = 170_000  # the version of the server that knows transaction_timeout
-IDLE_TIMEOUT = ("idle_in_transaction_session_timeout", "0")
+# In milliseconds; on Linux it counts in place of keepalives_count. Longer than ours: for the server
+# it also runs while a handler takes its time to read a large answer.
+SERVER_USER_TIMEOUT = 60_000
 
 
 def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
@@ -123,6 +126,7 @@ def _options(size: int) -> dict[str, Any]:
         "pool_reset_on_return": "rollback",
         "isolation_level": "READ COMMITTED",  # under a higher one SKIP LOCKED fails, not skips
         "connect_args": CONNECT_ARGS,
+        "hide_parameters": True,  # a handler may log the text of an error
     }
 
 
@@ -178,17 +182,35 @@ def _prepare(engine: Engine, limit: float | None) -> None:
     event.listen(engine, "begin", _prepare_transaction)
 
 
+def server_keepalives() -> list[tuple[str, str]]:
+    """Return what makes the server, too, notice a connection that died silently.
+
+    Left to itself it keeps the row of a worker behind such a connection for two hours and more;
+    with this for a minute.
+
+    Example:
+        >>> server_keepalives()[0]
+        ('tcp_keepalives_idle', '10')
+    """
+    names = ("keepalives_idle", "keepalives_interval", "keepalives_count")
+    settings = [(f"tcp_{name}", str(CONNECT_ARGS[name])) for name in names]
+    return [*settings, ("tcp_user_timeout", str(SERVER_USER_TIMEOUT))]
+
+
 def _prepare_connection(limit: int | None, dbapi_connection: Any, record: Any) -> None:
     driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
     guard_driver(driver, record.info)
     settings = [CHECK_CLIENT, DATE_STYLE, IDLE_TIMEOUT]
+    own = server_keepalives()  # of a socket: through a pooler it is the pooler's
     if limit is not None and driver.info.server_version >= LIMITS_SINCE:
         settings.append(("transaction_timeout", str(limit)))
         record.info[LIMIT] = limit
     pid = driver.info.backend_pid
-    pooled = _set(dbapi_connection, pid, settings)
+    pooled = _set(dbapi_connection, pid, settings + own)
     if pooled is None:  # not every platform's server can check
         settings = [each for each in settings if _set(dbapi_connection, pid, [each]) is not None]
+        for each in own:
+            _set(dbapi_connection, pid, [each])
         pooled = _set(dbapi_connection, pid, [])
     if pooled:
         driver.prepare_threshold = None

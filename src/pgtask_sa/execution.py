@@ -43,6 +43,7 @@ from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
 
 MAX_BLAMELESS = 20
+RACES = ("40001", "40P01")
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
@@ -257,7 +258,8 @@ class Execution:
             # the savepoint went with a transaction that was ended, unless the connection died
             raise TransactionLost(claimed, error, ended=sqlstate(gone) in NO_SAVEPOINT) from gone
         blameless = self._is_blameless(claimed, error)
-        verdict = self.settler.judge(claimed, error, policy, blameless=blameless)
+        times = self.blameless[claimed.task_id] if blameless else 0
+        verdict = self.settler.judge(claimed, error, policy, blameless=times)
         return self.settler.write(claimed, verdict, error)
 
     def _is_blameless(self, claimed: Claimed, error: BaseException) -> bool:
@@ -265,14 +267,17 @@ class Execution:
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return False
-        return self._bear(claimed)
+        return self._bear(claimed, trouble)
 
-    def _bear(self, claimed: Claimed) -> bool:
-        """Count a failure that is nobody's fault; False when this task had too many of them."""
+    def _bear(self, claimed: Claimed, trouble: BaseException | None) -> bool:
+        """Count a failure that is nobody's fault; False when this task had too many of its kind.
+
+        Deadlocks and lost races it may bring upon itself. That the disk is full it may not.
+        """
         if len(self.blameless) > 10_000:  # noqa: PLR2004
             self.blameless.clear()
         count = self.blameless[claimed.task_id] = self.blameless.get(claimed.task_id, 0) + 1
-        return count <= MAX_BLAMELESS
+        return count <= MAX_BLAMELESS or sqlstate(trouble) not in RACES
 
     # -- when the transaction is lost --------------------------------------------------------
 
@@ -340,7 +345,7 @@ class Execution:
             return  # whoever enforced the deadline has counted the attempt
         cause = lost.error or self.ground.trouble()
         innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
-        if innocent and self._bear(lost.claimed):
+        if innocent and self._bear(lost.claimed, cause):
             self.events.emit(
                 "transaction.lost",
                 f"the transaction of {lost.claimed} was lost; it runs again",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
+import pydantic
 import sqlalchemy
 from sqlalchemy.exc import DBAPIError, StatementError
 
@@ -48,7 +50,7 @@ def _attribute(thing: object, name: str) -> Any:
     """Read an attribute of somebody's exception, whose code may raise anything at all."""
     try:
         return getattr(thing, name, None)
-    except Exception:  # noqa: BLE001
+    except BaseException:  # noqa: BLE001
         return None
 
 
@@ -109,26 +111,84 @@ def describe(error: BaseException, *, ascii_only: bool = False) -> str:
 
 
 def headline(error: BaseException) -> str:
-    """Render class and message of an error; of a database error only the primary message.
+    """Render class and message of an error, without the values of rows and parameters.
 
-    Its details would tell the values of rows and parameters.
+    Of a database error only the primary message is kept, and nothing that it quotes if it is about
+    a value; of pydantic's where it is and what is wrong. What a handler writes into the message of
+    its own error stays.
 
     Example:
         >>> headline(ValueError("bad")), headline(ValueError())
         ('ValueError: bad', 'ValueError')
+        >>> headline(psycopg.DataError('invalid input syntax for type integer: "secret"'))
+        'DataError: invalid input syntax for type integer: "…"'
     """
     return f"{type(error).__name__}: {_message(error)}".removesuffix(": ")
 
 
+# What the driver and SQLAlchemy append to the primary message; also in the middle of the text of
+# an error that quotes another one.
+_DETAILS = re.compile(
+    r"\n(DETAIL|HINT|CONTEXT|QUERY|LINE \d+): .*"
+    r"|\s*\[(SQL|parameters): .*"
+    r"|\s*Original exception was: .*",
+    re.DOTALL,
+)
+# From the first quotation mark to the last, in whatever language the server speaks.
+_QUOTED = re.compile(
+    "[\"'\u00ab\u00bb\u201c\u201e\u2018].*[\"'\u00ab\u00bb\u201c\u201d\u2019]", re.DOTALL
+)
+_ABOUT_VALUES = "22"  # "data exception": the message quotes the value that does not fit
+
+
 def _message(error: BaseException) -> str:
     origin = error.orig if isinstance(error, StatementError) else error
-    primary = _attribute(_attribute(origin, "diag"), "message_primary")
-    if isinstance(primary, str):
-        return primary
     try:
-        return str(origin)
-    except (Exception, SystemExit) as broken:  # noqa: BLE001 - it must not win
+        if isinstance(error, pydantic.ValidationError):
+            return _validation_message(error)
+        text = _primary(origin) or str(origin)
+    except BaseException as broken:  # noqa: BLE001 - KeyboardInterrupt, too: it must not win
         return f"(its message cannot be rendered: {type(broken).__name__})"
+    text = _DETAILS.sub("", text)
+    return _QUOTED.sub('"…"', text) if _tells_a_value(error, origin) else text
+
+
+def _primary(origin: object) -> str | None:
+    primary = _attribute(_attribute(origin, "diag"), "message_primary")
+    return primary if isinstance(primary, str) else None
+
+
+def _tells_a_value(error: BaseException, origin: BaseException | None) -> bool:
+    """Say whether a message quotes a value that a type or a column did not take."""
+    if isinstance(origin, psycopg.DataError):
+        return (sqlstate(origin) or _ABOUT_VALUES).startswith(_ABOUT_VALUES)
+    # SQLAlchemy's own types, before anything is sent
+    before = isinstance(error, StatementError) and not isinstance(error, DBAPIError)
+    return before and isinstance(origin, (LookupError, TypeError, ValueError))
+
+
+def _validation_message(error: pydantic.ValidationError) -> str:
+    """Say where params, or whatever a handler validates, are wrong, but not what they are."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(map(str, each['loc']))}: {validation_problem(each)}" for each in found[:3]]
+    more = [f"and {len(found) - 3} more"] if len(found) > 3 else []  # noqa: PLR2004
+    return "; ".join([*lines, *more]).removeprefix(": ")
+
+
+def validation_problem(problem: Any) -> str:
+    """Return what pydantic says is wrong, without the value where that is quoted.
+
+    Args:
+        problem: one of the dicts of ``ValidationError.errors()``.
+
+    Example:
+        >>> validation_problem({"type": "missing", "msg": "Field required"})
+        'Field required'
+    """
+    text: str = problem["msg"]
+    if problem["type"] == "union_tag_invalid":
+        return "Input tag" + text[text.rindex(" found using ") :]
+    return text
 
 
 def _place(error: BaseException) -> str:

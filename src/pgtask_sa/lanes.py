@@ -29,7 +29,7 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.faces import AsyncFace, SyncFace
-from pgtask_sa.failures import is_blameless, sqlstate
+from pgtask_sa.failures import headline, is_blameless, sqlstate
 from pgtask_sa.handlers import Handler
 from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.presence import Presence
@@ -41,6 +41,7 @@ from pgtask_sa.watchdog import Watchdog
 
 PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
 RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
+MANY = 10  # of them in a row
 UNDEFINED_TABLE = "42P01"
 
 
@@ -125,22 +126,29 @@ class Trouble:
 
     def seconds(self, error: BaseException) -> float:
         """Note an error and return how long to wait."""
+        self.failures += 1
         if sqlstate(error) in RACES or isinstance(error, TransactionLost):
-            return random.uniform(0.005, 0.05)  # noqa: S311
+            return self._after_a_race(error)
         if not isinstance(error, DATABASE_ERRORS):
             self.shared.events.emit(
-                "worker.error", f"unexpected: {error!r}", level=logging.CRITICAL
+                "worker.error", f"unexpected: {headline(error)}", level=logging.CRITICAL
             )
         elif self._is_refusal(error):
             self.shared.health.refused(error)
         elif not self._is_down(error):
-            return random.uniform(0.0, 0.02)  # noqa: S311
+            return random.uniform(0.0, min(0.01 * 2.0**self.failures, PAUSE[1]))  # noqa: S311
         self.pause = min(self.pause * 2, PAUSE[1])
         return self.pause * random.uniform(0.5, 1.0)  # noqa: S311
 
+    def _after_a_race(self, error: BaseException) -> float:
+        """Wait an instant; longer, and tell, when the races have no end."""
+        if self.failures > MANY and isinstance(error, DATABASE_ERRORS):
+            self.shared.health.refused(error)
+        longest = min(0.05 * 2.0 ** max(0, self.failures - MANY // 2), PAUSE[1])
+        return random.uniform(longest / 10, longest)  # noqa: S311
+
     def _is_down(self, error: BaseException) -> bool:
         """Say whether the database is away; one connection that was ended does not mean it."""
-        self.failures += 1
         return self.failures > 1 and self.shared.health.failed(self._plain(error), self.since)
 
     @staticmethod

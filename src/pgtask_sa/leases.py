@@ -229,7 +229,7 @@ class LeasedRuns:
             if row is None:
                 return False
             claimed = self.execution.tables.claimed(row, -1)
-            blameless = self._is_blameless(error)
+            blameless = int(self._is_blameless(error))
             verdict = settler.judge(claimed, error, policy, blameless=blameless)
             verdict = settler.write(claimed, verdict, error)
         settler.tell(claimed, verdict, error, seconds)

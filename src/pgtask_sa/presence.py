@@ -8,12 +8,16 @@ an attempt; if it lives, it has settled the matter in its own way (a deadlock, s
 A worker is alive as long as it holds an advisory lock on its number, on that same connection. The
 server frees it in the moment in which the process dies, with nothing to configure and no clock.
 
+Through a pooler nothing is noted: the note would wait for a server process while its lane holds
+another one, and with all of them held by lanes it would wait for ever.
+
 The statement is sent past SQLAlchemy and psycopg's cursors, since it is sent for each claim: three
 times as fast.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -31,11 +35,16 @@ from sqlalchemy.dialects import postgresql
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
 from pgtask_sa.engines import is_pooled
+from pgtask_sa.events import Events
 from pgtask_sa.settle import Claimed
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
 _NOTE = b"pgtask_note"
+POOLED = (
+    "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
+    "without a limit; give --direct-url"
+)
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
 
@@ -52,18 +61,21 @@ class Presence:
     """The entry of one worker process: a row for each of its lanes.
 
     Args:
-        engine: of direct connections, if there are such; through a pooler no lock can be held.
+        engine: of direct connections, if there are such.
         task: the table of the tasks.
+        events: where it is told that there are none.
     """
 
-    def __init__(self, engine: Engine, task: Table) -> None:
+    def __init__(self, engine: Engine, task: Table, events: Events) -> None:
         self.worker_id = secrets.randbelow(2**31)
         self.task = task
+        self.events = events
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._connection: Connection | None = None
         self._driver: Any = None  # psycopg's connection in there
         self._is_direct = True
         self._lock = threading.Lock()
+        self._told = False
         self._lanes = 0
         self._flying: set[int] = set()  # lanes whose rows are not empty
         self._note = _Numbered(statements.note_claim(task))
@@ -87,6 +99,8 @@ class Presence:
         Raises:
             psycopg.Error: it could not be committed; nothing of it may be run.
         """
+        if not self._is_direct:
+            return {}
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
@@ -154,6 +168,9 @@ class Presence:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
             _check(self._driver.pgconn.prepare(_NOTE, self._note.text))
+        elif not self._told:
+            self._told = True
+            self.events.emit("presence.pooled", POOLED, level=logging.WARNING)
         self._write_lanes(connection, range(1, self._lanes + 1))
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
@@ -197,11 +214,7 @@ class Presence:
     def _execute(self, values: dict[str, Any]) -> list[bytes | None]:
         self._connected()
         given = self._note.parameters(values)
-        pgconn = self._driver.pgconn
-        if self._is_direct:
-            result = _check(pgconn.exec_prepared(_NOTE, given))
-        else:
-            result = _check(pgconn.exec_params(self._note.text, given))
+        result = _check(self._driver.pgconn.exec_prepared(_NOTE, given))
         return [result.get_value(row, 0) for row in range(result.ntuples)]
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:

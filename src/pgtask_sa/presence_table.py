@@ -9,7 +9,7 @@ was running when that process is dead. There is one row for each lane of each pr
 * ``backend_pid``   the server process that runs the transaction of the claim, and ``begun_at`` its
   beginning: the two together name that transaction and no other.
 * ``is_direct``     the process holds an advisory lock on its ``worker_id`` as long as it lives. Not
-  so through a pooler, where nobody can hold one; there ``seen_at`` must do.
+  so through a pooler, where nobody can hold one; there ``seen_at`` must do, and nothing is noted.
 * ``server_started_at``  when the server was started that it is connected to. Claims do not survive
   a restart of the server, and nobody is to blame for that.
 """

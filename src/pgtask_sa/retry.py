@@ -184,7 +184,7 @@ class Verdict:
 
 
 def decide(
-    error: BaseException | None, attempts: int, policy: Policy, *, blameless: bool = False
+    error: BaseException | None, attempts: int, policy: Policy, *, blameless: int = 0
 ) -> Verdict:
     """Decide what an attempt's outcome means.
 
@@ -192,8 +192,8 @@ def decide(
         error: what the handler raised, or None when it returned.
         attempts: how many attempts had been counted before this one.
         policy: the handler's.
-        blameless: the error is the database's (a deadlock, a lost serialisation race): the task
-            is tried again soon and no attempt is burnt.
+        blameless: how often in a row the error was the database's (a deadlock, a lost serialisation
+            race): the task is tried again, soon at first, and no attempt is burnt. 0: it is not.
 
     Example:
         >>> decide(None, 0, Policy()).action
@@ -210,7 +210,8 @@ def decide(
     if isinstance(error, Discard):
         return Verdict("bury", attempts + 1, 0.0, "discarded")
     if blameless:
-        return Verdict("retry", attempts, random.uniform(0.02, 0.2), "database")  # noqa: S311
+        longest = min(0.1 * 2.0 ** min(blameless, 20), 30.0)
+        return Verdict("retry", attempts, random.uniform(0.02, longest), "database")  # noqa: S311
     reason = "worker died" if isinstance(error, WorkerDied) else "failed"
     if attempts + 1 >= policy.max_attempts:
         return Verdict("bury", attempts + 1, 0.0, reason)

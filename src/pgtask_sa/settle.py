@@ -160,7 +160,7 @@ class Settler:
 
     @staticmethod
     def judge(
-        claimed: Claimed, error: BaseException, policy: Policy, *, blameless: bool = False
+        claimed: Claimed, error: BaseException, policy: Policy, *, blameless: int = 0
     ) -> Verdict:
         """Decide what an error means; one that cannot even be looked at is a plain failure."""
         try:

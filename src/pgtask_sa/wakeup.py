@@ -48,6 +48,7 @@ POOLED_POLL = 1.0  # at most, where nobody tells us
 FOREVER = 3600.0
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 4  # failures in a row, about two seconds
+DOWN_AFTER = 1.0  # seconds in which nobody had success
 REMIND = 60.0  # until a claim that fails on and on for the same reason is told again
 CANCEL = "cancel "  # what a payload begins with that names a task to stop
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
@@ -72,18 +73,16 @@ class Health:
 
         A connection that is older than the last success of anybody says nothing: when a server is
         restarted, each lane finds its old connection dead at some time, long after the others
-        work again. False: try a new connection first.
+        work again. Nor is the database away as long as it serves other lanes. False: try again.
         """
         with self._lock:
-            if since <= self._good:
+            if since <= self._good or time.monotonic() < self._good + DOWN_AFTER:
                 return False
-            if not self.up:
-                return True
-            self.up = False
-        self.events.emit(
-            "database.down", f"the database does not serve: {one_line(error)}", level=logging.ERROR
-        )
-        return True
+            if self.up:
+                self.up = False
+                message = f"the database does not serve: {one_line(error)}"
+                self.events.emit("database.down", message, level=logging.ERROR)
+            return True
 
     def refused(self, error: BaseException) -> None:
         """Note that a claim failed in a database that works; told once for each new message."""
@@ -101,10 +100,9 @@ class Health:
         if self.up:
             return
         with self._lock:
-            if self.up:
-                return
-            self.up = True
-        self.events.emit("database.up", "the database serves again")
+            if not self.up:
+                self.up = True
+                self.events.emit("database.up", "the database serves again")
 
 
 class Listener(threading.Thread):

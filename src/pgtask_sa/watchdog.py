@@ -31,6 +31,7 @@ from sqlalchemy import Connection, Engine
 from pgtask_sa.claim import BACKEND_PID
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.execution import Execution, timed_out
+from pgtask_sa.failures import headline
 from pgtask_sa.leases import take_over
 from pgtask_sa.settle import Claimed, Settler
 
@@ -236,7 +237,9 @@ class Watchdog(threading.Thread):
             self._enforce(execution, claimed)
         except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
             execution.events.emit(
-                "task.timeout", f"enforcing a deadline failed: {error!r}", level=logging.ERROR
+                "task.timeout",
+                f"enforcing a deadline failed: {headline(error)}",
+                level=logging.ERROR,
             )
         else:
             execution.settled = claimed
