@@ -99,7 +99,6 @@ def test_a_handlers_table_that_fails(trouble: Trouble, code):
     assert 150 > rate
 
 
-@pytest.mark.xfail(reason="after 20 blameless failures, in some two seconds, they are counted")
 def test_a_handlers_table_that_fails_for_some_seconds(trouble: Trouble):
     """E12: a disk that is full for four seconds costs no attempt."""
     running = trouble.running

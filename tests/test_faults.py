@@ -34,11 +34,10 @@ if TYPE_CHECKING:
 
 # What is found within half a second at this interval was not found by looking.
 OPTIONS = ("--log-format", "json", "--idle-interval", "30", "--concurrency", "4")
-# Of two workers: four lanes of each kind and one that listens; and of two enqueuers.
-ALL_CONNECTIONS = 2 * (4 + 4 + 1) + 2
-# Five times down and up. A lane whose COMMIT was the last to succeed may tell so just after
-# another has found the server gone, which makes two more.
-MOST_CHANGES = 10 + 4
+# Of two workers: four lanes of each kind, one that listens and one that notes what runs; and of two
+# enqueuers.
+ALL_CONNECTIONS = 2 * (4 + 4 + 2) + 2
+MOST_CHANGES = 10  # five times down and up
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_three_workers_on_one_connection(direct_db_url, narrow_url, monkeypatch,
         assert [0, 0, 0] == [running.wait() for running in workers]
     assert list(range(60)) == workers[0].marks()
     told = {name for running in workers for name in running.told()}
-    assert {"worker.started", "worker.stopped", "task.done"} == told
+    assert {"worker.started", "worker.stopped", "task.done", "presence.pooled"} == told
     assert [] == discarded  # they would be everybody's plans
 
 

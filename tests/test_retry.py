@@ -155,7 +155,7 @@ def test_decide(error: BaseException | None, attempts: int, expected: Verdict) -
 @pytest.mark.parametrize("attempts", [0, 2, 10**6])
 def test_the_database_is_to_blame(attempts: int) -> None:
     """A failure of the database itself burns no attempt, and comes back soon but not at once."""
-    verdict = decide(ERROR, attempts, POLICY, blameless=True)
+    verdict = decide(ERROR, attempts, POLICY, blameless=1)
     assert ("retry", attempts, "database") == (verdict.action, verdict.attempts, verdict.reason)
     assert 0.02 <= verdict.delay <= 0.2
 
@@ -166,7 +166,7 @@ def test_the_database_is_to_blame(attempts: int) -> None:
 )
 def test_words_of_command_go_first(error: BaseException | None, expected: str) -> None:
     """What the handler asked for is done, though the database had trouble as well."""
-    assert expected == decide(error, 0, POLICY, blameless=True).reason
+    assert expected == decide(error, 0, POLICY, blameless=1).reason
 
 
 def raising(_attempt: int) -> float:

@@ -184,9 +184,9 @@ def test_no_value_in_the_log_of_a_worker(db_url):
     with fleet.worker("--drain", "--log-level", "debug", "--log-format", "json") as worker:
         assert 0 == worker.wait(20)
     assert [1] == fleet.done()
-    assert {"task.done", "task.buried"} <= {e.get("event") for e in events(worker)}
+    assert {"task.done", "task.retry"} <= {e.get("event") for e in events(worker)}
     assert [] == [line for line in worker.lines if MARKER in line]
-    assert MARKER not in fleet.rows("select last_error from dead_task")[0][0]
+    assert MARKER not in fleet.rows("select last_error from task")[0][0]
 
 
 def test_no_value_in_what_a_handler_sees_of_an_error(db_url):

@@ -320,9 +320,10 @@ class Crew:
         """Close what is left open."""
         self.watchdog.stop()
         self.keeper.stop()
-        if self.keeper.is_alive():
-            self.keeper.join(1.0)
-        self._leave()
+        # in a thread: the network may be dead, and that must not delay the end
+        leaving = threading.Thread(target=self._leave, name="pgtask-leave", daemon=True)
+        leaving.start()
+        leaving.join(0.5)
         if self.listener.is_alive():
             self.listener.join(0.5)  # not for long: its connection may be one that hangs
         if not self.busy():
@@ -332,10 +333,10 @@ class Crew:
             self.direct_engine.dispose()
 
     def _leave(self) -> None:
-        try:
+        if self.keeper.is_alive():
+            self.keeper.join()
+        with suppress(*DATABASE_ERRORS):
             self.presence.leave()
-        except DATABASE_ERRORS as error:
-            self.plan.events.emit("presence", one_line(error), level=logging.DEBUG)
 
     def _report(self) -> None:
         """Tell at the end of a drain what was left for want of a handler."""

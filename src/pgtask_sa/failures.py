@@ -16,7 +16,9 @@ from sqlalchemy.exc import DBAPIError, StatementError
 MAX_ERROR = 4000
 # The frames of these say nothing about a handler. By their whole path: a user's own folder may
 # have the same name.
-LIBRARIES = (str(Path(__file__).parent), str(Path(sqlalchemy.__file__).parent))
+LIBRARIES = tuple(
+    str(Path(module).parent) for module in (__file__, sqlalchemy.__file__, psycopg.__file__)
+)
 
 BLAMELESS = (
     "08",  # connection exceptions

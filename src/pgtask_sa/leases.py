@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -103,10 +104,8 @@ class Keeper(threading.Thread):
         return None
 
     def _look_after(self) -> float:
-        try:
+        with suppress(Exception):  # the lanes tell when the database is away
             self.presence.look_after()
-        except Exception as error:  # noqa: BLE001 - the lanes tell when the database is away
-            self.events.emit("presence", headline(error), level=logging.DEBUG)
         return CARE
 
     def _prolong(self, lease: Lease) -> float:

@@ -210,7 +210,7 @@ def decide(
     if isinstance(error, Discard):
         return Verdict("bury", attempts + 1, 0.0, "discarded")
     if blameless:
-        longest = min(0.1 * 2.0 ** min(blameless, 20), 30.0)
+        longest = min(0.1 * 2.0 ** min(blameless, 20), 5.0)
         return Verdict("retry", attempts, random.uniform(0.02, longest), "database")  # noqa: S311
     reason = "worker died" if isinstance(error, WorkerDied) else "failed"
     if attempts + 1 >= policy.max_attempts:
