@@ -11,6 +11,7 @@ from own_models import DigestJob, EnumJob, HstoreJob, PlainJob, UniqueJob
 from sqlalchemy import Executable, column, func
 
 from pgtask_sa import DeadTask, Task, claim, reports, statements
+from pgtask_sa.presence_table import worker_table
 from pgtask_sa.statements import mapped_names
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "table_oid.schema": lambda: statements.table_oid(ENUM),
     "announce_sleep": statements.announce_sleep,
     "withdraw_sleep": statements.withdraw_sleep,
+    "announce_cancel": lambda: statements.announce_cancel(TASK),
+    "announce_cancel.schema": lambda: statements.announce_cancel(ENUM),
     "next_in_line": lambda: reports.next_in_line(TASK),
     "all_waiting": lambda: reports.all_waiting(TASK),
     "summarize_waiting": lambda: reports.summarize_waiting(TASK, 100),
@@ -75,6 +78,9 @@ CASES: dict[str, Callable[[], Executable]] = {
     "hold_dead": lambda: reports.hold_dead(DEAD, task_type="EMAIL", limit=20),
     "hold_dead_by_ids": lambda: reports.hold_dead_by_ids(DEAD),
     "clock": reports.clock,
+    "lanes": lambda: reports.lanes(worker_table(TASK)),
+    "versions_by_ids": lambda: reports.versions_by_ids(TASK),
+    "holder": lambda: reports.holder(TASK),
 }
 
 # Public functions of the two modules that return parts of statements, or no SQL.
