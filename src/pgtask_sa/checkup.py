@@ -76,14 +76,15 @@ def worst(findings: Iterable[Finding]) -> Level:
 def _made(check: Check, patient: Patient) -> list[Finding]:
     """Make one check in a transaction that leaves nothing behind."""
     transaction = patient.connection.begin()
+    found: list[Finding] = []
     try:
-        return list(check(patient))
+        found.extend(check(patient))  # also, if it fails, what it had found before
     except DBAPIError as error:
         if error.connection_invalidated:
             raise
         name = check.__name__.removeprefix("check_").replace("_", " ")
-        return [
-            warning(name, f"cannot be looked at: {headline(error)}", "give this role the right to")
-        ]
+        problem = f"cannot be looked at: {headline(error)}"
+        found.append(warning(name, problem, "give this role the right to"))
     finally:
         transaction.rollback()
+    return found

@@ -175,8 +175,9 @@ def check_autovacuum(patient: Patient) -> Iterator[Finding]:
 _PREPARED = text(
     """
     select gid, owner, extract(epoch from clock_timestamp() - prepared) as seconds,
-           exists (select from pg_locks where pid is null and relation = any (:oids)
-             and split_part(virtualtransaction, '/', 2) = cast(transaction as text)) as ours
+           exists (select from pg_locks as its join pg_locks as held using (virtualtransaction)
+             where its.transactionid = transaction and its.pid is null and held.pid is null
+             and held.relation = any (:oids)) as ours
       from pg_prepared_xacts
      where database = current_database()
      order by prepared

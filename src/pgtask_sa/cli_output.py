@@ -209,12 +209,18 @@ def print_waiting(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
     cells = [
         (
             *(row["task_id"], row["task_type"], cut(row["params"])),
-            *(since(row["created_at"], now), due(row["run_at"], now), row["attempts"]),
+            *(since(row["created_at"], now), _state(row, now), row["attempts"]),
             first_line(row["last_error"]),
         )
         for row in rows
     ]
     _print(_WAITING, cells, "no task waits", more=more)
+
+
+def _state(row: Row, now: datetime) -> str:
+    """Say when a task is due; of one that is leased to a handler the time is the lease's end."""
+    when = due(row["run_at"], now)
+    return "leased" if row["lease_token"] is not None and when != "now" else when
 
 
 def print_dead(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
