@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 import time
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import noting
 import psycopg
 import pytest
 from running import Running
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
 from pgtask_sa import Task, TaskRegistry, TaskSession, cli
 from pgtask_sa.cancel import Canceller
@@ -164,6 +165,25 @@ class TestStaleNotes:
             noting.write_lane(connection, task_id, row_versions=[1])
             assert "held" == _cancel(engine, task_id)[0].found
             assert self._unharmed(holder)
+
+
+def test_a_transaction_that_may_not_be_seen(engine):
+    """Of another role's transaction nothing is known for sure: it is left, and that is said."""
+    name = f"clerk_{secrets.token_hex(4)}"
+    task_id = _add(engine)
+    with engine.connect() as worker, noting.alive(engine.url) as connection:
+        worker.execute(text("select * from task for update"))
+        noting.write_lane(connection, task_id)
+        connection.execute(text(f"create role {name} login password 'secret'"))
+        connection.execute(text(f"grant all on all tables in schema public to {name}"))
+        connection.commit()
+        clerk = create_engine(engine.url.set(username=name, password="secret"), poolclass=NullPool)
+        (done,) = _cancel(clerk, task_id)
+        assert ("hidden", False, "web1") == (done.found, done.is_done, done.host)
+        assert 1 == worker.scalar(text("select count(*) from task"))
+        worker.rollback()
+        connection.execute(text(f"drop owned by {name}; drop role {name}"))
+        connection.commit()
 
 
 class Stuck:

@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import text
 
 from pgtask_sa import Task, TaskSession, cli
+from pgtask_sa.presence_table import LOCK_CLASS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -131,7 +132,9 @@ class TestWorkers:
         (entry,) = document("workers")["gone"]
         assert ([(1, [])], False) == (_running(entry), entry["alive"])
 
-    @pytest.mark.parametrize("key", [f"{noting.WORKER_ID}", f"1, {noting.WORKER_ID}"])
+    @pytest.mark.parametrize(
+        "key", [f"{LOCK_CLASS << 32 | noting.WORKER_ID}", f"1, {noting.WORKER_ID}"]
+    )
     def test_the_lock_of_somebody_else(self, document, engine, key):
         """An application may hold the same number in another class, or as one bigint."""
         with engine.connect() as connection, engine.connect() as other:
@@ -139,8 +142,8 @@ class TestWorkers:
             noting.write_lane(connection)
             assert [] == document("workers")["workers"]
 
-    def test_the_largest_number(self, document, engine):
-        """Locks are numbered without a sign; negative numbers are found as well."""
+    def test_a_negative_number(self, document, engine):
+        """Locks are shown without a sign; a negative number is found as well."""
         with noting.alive(engine.url, -7) as connection:
             noting.write_lane(connection, worker_id=-7)
             assert 1 == len(document("workers")["workers"])

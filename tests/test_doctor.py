@@ -453,6 +453,9 @@ def _trap(when: str, table: str, body: str = "raise 'a trap';") -> str:
     return TRIGGER.format(when=when, table=table, body=body)
 
 
+ALL_ROWS = "create policy all_rows on task using (true)"
+
+
 class TestDangers:
     @pytest.mark.parametrize(
         ("statement", "name"),
@@ -484,7 +487,8 @@ class TestDangers:
         [
             ("", True),
             ("create policy mine on task using (task_type = 'A')", True),
-            ("create policy all_rows on task using (true)", False),
+            (ALL_ROWS, False),
+            (f"{ALL_ROWS}; create policy but on task as restrictive using (attempts < 3)", True),
             ("create policy others on task to pg_monitor using (true)", True),
         ],
     )

@@ -42,8 +42,9 @@ class Cancellation:
     Attributes:
         task_id: its number.
         found: ``waiting``, ``running`` or ``leased``, and now it is buried; or, and nothing was
-            done: ``missing``, ``held`` (by a transaction that is no worker's) or ``refused`` (the
-            error queue does not take it).
+            done: ``missing``, ``held`` (by a transaction that is no worker's), ``hidden`` (by one
+            that is a worker's, as it seems, but this role may not see it) or ``refused`` (the error
+            queue does not take it).
         host: where the worker is that ran it, and `pid` its process.
         since: when its transaction began, and `seconds` how long ago that was.
         detail: who holds it, or why it is missing; for people.
@@ -54,7 +55,7 @@ class Cancellation:
     """
 
     task_id: int
-    found: Literal["waiting", "running", "leased", "missing", "held", "refused"]
+    found: Literal["waiting", "running", "leased", "missing", "held", "hidden", "refused"]
     host: str | None = None
     pid: int | None = None
     since: datetime | None = None
@@ -79,6 +80,8 @@ _SENTENCES = {
     "leased": "is leased to a running handler: stopped",
     "missing": "is not there{detail}",
     "held": "is held by somebody who is no worker{detail}: not cancelled",
+    "hidden": "is run by {0.host} pid {0.pid}, it seems, but this role may not look at another's "
+    "transactions: not cancelled, do it as the worker's role",
     "refused": "is not taken by the error queue{detail}: not cancelled",
 }
 
@@ -134,7 +137,7 @@ class Canceller:
             if done is not None:
                 return done
         with self.connection.begin():
-            return Cancellation(task_id, "held", detail=self._holder(task_id))
+            return self._given_up(task_id)
 
     def _attempt(self, task_id: int) -> Cancellation | None:
         """Look once; None: somebody holds it, and it is not known who."""
@@ -202,12 +205,17 @@ class Canceller:
         reason = self.connection.scalar(select(dead.c.reason).where(dead.c.task_id == task_id))
         return "" if reason is None else f"it is in the error queue: {reason}"
 
-    def _holder(self, task_id: int) -> str:
+    def _given_up(self, task_id: int) -> Cancellation:
+        """Say who holds a task that could not be had."""
         key = {"task_id": task_id}
         row = self.connection.execute(reports.holder(self.tables.task), key).first()
         if row is None:
-            return ""
-        return f"server process {row.pid} of {row.usename}, {row.application_name or 'unnamed'}"
+            return Cancellation(task_id, "held")
+        for lane in self._lanes(task_id):
+            if lane["backend_pid"] == row.pid and not row.seen:
+                return Cancellation(task_id, "hidden", **self._place(lane))
+        who = f"server process {row.pid} of {row.usename}, {row.application_name or 'unnamed'}"
+        return Cancellation(task_id, "held", detail=who)
 
 
 def running_in(lane: RowMapping, tasks: Mapping[int, RowMapping]) -> dict[int, RowMapping]:

@@ -230,15 +230,23 @@ def versions_by_ids(table: Table) -> Select[Any]:
 
 
 def holder(table: Table) -> Select[Any]:
-    """Tell whose transaction holds the row of ``:task_id``: one row, or none if nobody's does."""
+    """Tell whose transaction holds the row of ``:task_id``: one row, or none if nobody's does.
+
+    ``seen`` is false where this role may not know more of it, such as when it began.
+    """
     view = sql_table("pg_stat_activity", *map(column, ACTIVITY), schema="pg_catalog")
     activity = view.c
     xmax = cast(literal_column(f"{quoted(table)}.xmax"), Text)
     return (
-        select(activity.pid, activity.usename, activity.application_name)
+        select(
+            activity.pid,
+            activity.usename,
+            activity.application_name,
+            activity.xact_start.is_not(None).label("seen"),
+        )
         .join_from(table, view, cast(activity.backend_xid, Text) == xmax)
         .where(table.c.task_id == bindparam("task_id"))
     )
 
 
-ACTIVITY = ("pid", "usename", "application_name", "backend_xid")
+ACTIVITY = ("pid", "usename", "application_name", "backend_xid", "xact_start")
