@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import own_models
@@ -376,10 +377,26 @@ def test_claim_by_force(engine: Engine) -> None:
     pid = text("select pg_backend_pid()")
     with engine.connect() as holder, engine.connect() as other, engine.connect() as bystander:
         take(holder, claim_by_id(TASK), task_id=1)
-        rows = take(other, claim_by_force(TASK), task_id=1, pid=holder.scalar(pid))
+        force = {"task_id": 1, "begun": None}
+        rows = take(other, claim_by_force(TASK), pid=holder.scalar(pid), **force)
         assert [1] == ids(rows)
         other.commit()
-        assert [] == take(other, claim_by_force(TASK), task_id=1, pid=bystander.scalar(pid))
+        assert [] == take(other, claim_by_force(TASK), pid=bystander.scalar(pid), **force)
         assert 0 == left(engine)
         assert 0 == bystander.scalar(text("select count(*) from task"))
+        holder.invalidate()
+
+
+def test_claim_by_force_names_a_transaction(engine: Engine) -> None:
+    """With the moment when it began, no other transaction of the same process is ended."""
+    fill(engine, 1)
+    with engine.connect() as holder, engine.connect() as other:
+        (row,) = take(holder, claim_by_id(TASK), task_id=1)
+        force = {"task_id": 1, "pid": row.pgtask_pid}
+        # from another time zone
+        other.execute(text("set timezone = 'Asia/Kolkata'"))
+        earlier = str(datetime.fromisoformat(row.pgtask_begun) - timedelta(microseconds=1))
+        assert [] == ids(take(other, claim_by_force(TASK), begun=earlier, **force))
+        assert 1 == holder.scalar(text("select 1"))
+        assert [1] == ids(take(other, claim_by_force(TASK), begun=row.pgtask_begun, **force))
         holder.invalidate()

@@ -34,6 +34,7 @@ from pgtask_sa import (
     reports,
     worker,
 )
+from pgtask_sa.migrations import head
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -152,15 +153,15 @@ class TestMigrate:
         """The first run migrates, the second finds nothing to do, and both say what was done."""
         name = make_url(empty_db_url).database
         first = run("migrate", "--database-url", empty_db_url)
-        assert (0, f"migrated {name} from nothing to 0001\n") == first[:2]
+        assert (0, f"migrated {name} from nothing to {head()}\n") == first[:2]
         second = run("migrate", "--database-url", empty_db_url)
-        assert (0, f"nothing to do: {name} is at revision 0001\n") == second[:2]
+        assert (0, f"nothing to do: {name} is at revision {head()}\n") == second[:2]
         assert 0 == run("stats", "--database-url", empty_db_url).code
 
     def test_tells_programs(self, empty_db_url, run):
         """With --json both revisions are in a document."""
         result = run("migrate", "--database-url", empty_db_url, "--json")
-        assert {"before": None, "after": "0001"} == result.document
+        assert {"before": None, "after": head()} == result.document
 
     def test_an_unknown_revision(self, run):
         """A revision that does not exist is one line, not a traceback."""
@@ -171,7 +172,11 @@ class TestMigrate:
 
 class TestProblems:
     @pytest.mark.parametrize(
-        "command", ["todo", "list", "dead", "stats", "requeue --all", "enqueue A", "dead --show 1"]
+        "command",
+        [
+            *("todo", "list", "dead", "stats", "requeue --all", "enqueue A", "dead --show 1"),
+            *("workers", "cancel 1"),
+        ],
     )
     def test_without_the_tables(self, empty_db_url, run, command):
         """Every command says how to create what is missing."""
@@ -440,6 +445,18 @@ class TestList:
         assert "" == run("list", "--type", "B", "--limit", "3").err
         assert 2 == run("list", "--limit", "0").code
 
+    def test_a_lease(self, run, session):
+        """A task that runs in leased mode is not due at the end of its lease."""
+        session.enqueue_many("A", [{}] * 2)
+        session.execute(
+            text(
+                "update task set lease_token = gen_random_uuid(),"
+                " run_at = now() + (task_id - 1.5) * interval '1 hour'"
+            )
+        )
+        session.commit()
+        assert ["now", "leased"] == [re.split("  +", line)[4] for line in run("list").lines[1:]]
+
     def test_tells_programs(self, run, session):
         """All columns of the row, params as JSON, datetimes as ISO 8601."""
         session.enqueue("A", {"big": 10**20, "list": [1.5, None]}, delay=60)
@@ -453,6 +470,7 @@ class TestList:
             "params": {"big": 10**20, "list": [1.5, None]},
             "attempts": 0,
             "last_error": None,
+            "lease_token": None,
         } == {key: task[key] for key in task if key not in ("created_at", "run_at")}
         assert datetime.fromisoformat(task["created_at"]) < datetime.fromisoformat(task["run_at"])
 

@@ -19,6 +19,7 @@ from pgtask_sa import (
     reports,
     statements,
 )
+from pgtask_sa.presence_table import worker_table
 from pgtask_sa.statements import mapped_names
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "finish_lease": lambda: lease_statements.finish_lease(TASK),
     "take_leased": lambda: lease_statements.take_leased(TASK),
     "release_lease": lambda: lease_statements.release_lease(TASK),
+    "announce_cancel": lambda: statements.announce_cancel(TASK),
+    "announce_cancel.schema": lambda: statements.announce_cancel(ENUM),
     "next_in_line": lambda: reports.next_in_line(TASK),
     "all_waiting": lambda: reports.all_waiting(TASK),
     "summarize_waiting": lambda: reports.summarize_waiting(TASK, 100),
@@ -97,6 +100,9 @@ CASES: dict[str, Callable[[], Executable]] = {
     "hold_dead": lambda: reports.hold_dead(DEAD, task_type="EMAIL", limit=20),
     "hold_dead_by_ids": lambda: reports.hold_dead_by_ids(DEAD),
     "clock": reports.clock,
+    "lanes": lambda: reports.lanes(worker_table(TASK)),
+    "versions_by_ids": lambda: reports.versions_by_ids(TASK),
+    "holder": lambda: reports.holder(TASK),
 }
 
 MODULES = (claim, statements, reports, presence_statements, lease_statements)

@@ -75,6 +75,7 @@ from sqlalchemy import (
     bindparam,
     case,
     cast,
+    column,
     delete,
     func,
     literal_column,
@@ -84,6 +85,7 @@ from sqlalchemy import (
     true,
     union_all,
 )
+from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.errors import ConfigurationError
@@ -194,12 +196,38 @@ def claim_by_id(table: Table) -> Executable:
 def claim_by_force(table: Table) -> Executable:
     """Claim ``:task_id`` from the server process ``:pid``, which is terminated.
 
+    With ``:begun``, a moment as text, only while that process still runs the transaction that
+    began then: a pid alone may mean another one by now. Null means any transaction of it.
+
     One statement: when it has sent the signal it waits for the row, and so is first in line when
     the row comes free. Terminating first and claiming then would let another worker in between.
     """
-    ended = func.pg_terminate_backend(bindparam("pid", type_=Integer))
-    found = delete(table).where(table.c.task_id == bindparam("task_id"), ended.is_not(None))
+    found = delete(table).where(
+        table.c.task_id == bindparam("task_id"), _terminated(table).is_not(None)
+    )
     return found.returning(*claim_columns(table))
+
+
+def _terminated(table: Table) -> ColumnElement[Any]:
+    """Terminate the process; for a row that is there, and never once for the whole statement."""
+    activity = sql_table(
+        "pg_stat_activity",
+        column("pid", Integer),
+        column("xact_start", DateTime(timezone=True)),
+        schema="pg_catalog",
+    ).alias("holder")
+    begun = cast(bindparam("begun", type_=Text), Text)
+    return (
+        select(func.pg_terminate_backend(activity.c.pid))
+        .where(
+            activity.c.pid == bindparam("pid", type_=Integer),
+            or_(begun.is_(None), activity.c.xact_start == cast(begun, DateTime(timezone=True))),
+            # a sub-select that does not mention the row would run before the row is looked for
+            table.c.task_id == bindparam("task_id"),
+        )
+        .correlate(table)
+        .scalar_subquery()
+    )
 
 
 def _literal(limit: int) -> ColumnElement[Any]:

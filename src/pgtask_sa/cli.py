@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy.exc import DBAPIError
 
-from pgtask_sa import cli_commands, worker
+from pgtask_sa import cli_commands, cli_running, worker
 from pgtask_sa import cli_output as out
 from pgtask_sa.cli_commands import COUNTED, EXIT_FAILED, EXIT_OK, Place, Usage
 from pgtask_sa.errors import TaskError
@@ -66,6 +66,15 @@ def _enqueue_options(add: Any) -> None:
     add("--coalesce", action="store_true", help="not if an equal coalesced task waits already")
 
 
+def _cancel_options(add: Any) -> None:
+    add("ids", nargs="+", type=_task_id, metavar="TASK_ID", help="numbers of tasks")
+
+
+def _doctor_options(add: Any) -> None:
+    add("--concurrency", type=_count, default=4, metavar="N", help="of the worker (4)")
+    add("--processes", type=_count, default=1, metavar="N", help="of all workers together (1)")
+
+
 COMMANDS = {
     "migrate": Command(
         cli_commands.migrate,
@@ -113,6 +122,29 @@ COMMANDS = {
         "Enqueue a task and print its number. With --tasks the params are checked by the "
         "annotation of the handler.",
         """enqueue SEND_EMAIL_WELCOME '{"usr_id": 1}' --delay 60""",
+    ),
+    "workers": Command(
+        cli_running.workers,
+        lambda _: None,
+        "List the workers that are alive, and what each of their lanes runs, for how long.",
+        "workers --json",
+    ),
+    "cancel": Command(
+        cli_running.cancel,
+        _cancel_options,
+        "Cancel tasks: move them to the error queue, from where `requeue` brings them back. One "
+        "that runs is stopped: what its handler did in the database is undone, other tasks of its "
+        "batch run again. Exit code 1 when one of them was not cancelled.",
+        "cancel 4711 4712",
+    ),
+    "doctor": Command(
+        cli_running.doctor,
+        _doctor_options,
+        "Check the server, the tables and the rights of this role, and say what to do about what "
+        "is wrong. Exit code 1 when tasks would be lost or workers kept from working; warnings "
+        "alone are 0. A trial task is written, run through and rolled back. With --tasks the "
+        "time limits of handlers are compared with the server's.",
+        "doctor --tasks shop.tasks:tasks --concurrency 8 --processes 2",
     ),
 }
 WORKER = "Run tasks; the same as python -m pgtask_sa.worker."

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine
+from sqlalchemy import URL, Connection, Engine, NullPool, Table, create_engine, event
 
 from pgtask_sa import cli_output as out
 from pgtask_sa import migrations, reports, statements
-from pgtask_sa.engines import CONNECT_ARGS, given_url
+from pgtask_sa.engines import CONNECT_ARGS, DATE_STYLE, given_url
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.insert_statements import set_lock_timeout
@@ -55,7 +55,9 @@ class Place:
         options: Any = {"poolclass": NullPool, "isolation_level": "READ COMMITTED"}
         # it may lead through a pooler, where what was prepared is somewhere else the next time
         arguments = {**CONNECT_ARGS, "prepare_threshold": None}
-        return create_engine(self.url, connect_args=arguments, **options)
+        engine = create_engine(self.url, connect_args=arguments, **options)
+        event.listen(engine, "connect", _set_date_style)
+        return engine
 
     def connect(self) -> Connection:
         """Open a connection."""
@@ -66,6 +68,12 @@ class Place:
         params = row["params"]
         decoded = out.from_json(params) if statements.is_json(self.table) else params
         return {**row, "params": decoded}
+
+
+def _set_date_style(dbapi_connection: Any, _record: Any) -> None:
+    with dbapi_connection.cursor() as cursor:
+        cursor.execute(DATE_STYLE)
+    dbapi_connection.commit()
 
 
 def _database_url(option: str | None) -> URL:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeAlias
 
@@ -209,12 +209,18 @@ def print_waiting(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
     cells = [
         (
             *(row["task_id"], row["task_type"], cut(row["params"])),
-            *(since(row["created_at"], now), due(row["run_at"], now), row["attempts"]),
+            *(since(row["created_at"], now), _state(row, now), row["attempts"]),
             first_line(row["last_error"]),
         )
         for row in rows
     ]
     _print(_WAITING, cells, "no task waits", more=more)
+
+
+def _state(row: Row, now: datetime) -> str:
+    """Say when a task is due; of one that is leased to a handler the time is the lease's end."""
+    when = due(row["run_at"], now)
+    return "leased" if row["lease_token"] is not None and when != "now" else when
 
 
 def print_dead(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
@@ -275,6 +281,42 @@ def _print(
     print_table(columns, rows)
     if more:
         complain(f"there are more than these {len(rows):,}: see --limit")
+
+
+_WORKERS = [
+    *(Column("HOST"), Column("PID", number=True), Column("STARTED", number=True)),
+    *(Column("LANE", number=True), Column("RUNS", flexible=True), Column("FOR", number=True)),
+]
+
+
+def print_workers(live: Sequence[Row], gone: Sequence[Row], now: datetime) -> None:
+    """Print workers, a line for each lane; those that are gone apart."""
+    _print(_WORKERS, [cells for row in live for cells in _lane_cells(row, now)], "no worker runs")
+    if gone:
+        names = ", ".join(f"{row['host']} pid {row['pid']}" for row in gone)
+        say(printable(f"gone, but still noted: {names}"))
+
+
+def _lane_cells(worker: Row, now: datetime) -> Iterator[tuple[Any, ...]]:
+    who: tuple[Any, ...] = (worker["host"], worker["pid"], since(worker["started_at"], now))
+    for lane in worker["lanes"]:
+        yield (*who, lane["lane"], _running(lane["tasks"]), span(lane["seconds"]))
+        who = ("", "", "")
+
+
+def _running(tasks: Sequence[Row]) -> str:
+    if not tasks:
+        return "idle"
+    first, more = f"{tasks[0]['task_id']} {tasks[0]['task_type']}", len(tasks) - 1
+    return f"{first} and {more:,} more" if more else first
+
+
+def print_findings(findings: Sequence[Any]) -> None:
+    """Print what the doctor found, a line each, and below it what to do about it."""
+    for found in findings:
+        say(f"{found.level:<8} {found.name:<16} {printable(found.message)}")
+        if found.remedy:
+            say(f"{'':<25} -> {printable(found.remedy)}")
 
 
 # -- what goes wrong -------------------------------------------------------------------------------

@@ -17,11 +17,12 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Lease
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ClaimOptions
+from pgtask_sa.doctor import find_dangers
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import worker_async_engine, worker_engine
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution
+from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.failures import headline
 from pgtask_sa.handlers import Handler
 from pgtask_sa.lanes import AsyncLane, Lane, Shared, SyncLane
@@ -124,6 +125,7 @@ class Crew:
             stopping=stopping,
             presence=self.presence,
             keeper=self.keeper,
+            inspect=self._inspect,
         )
         self.listener = Listener(
             self.direct_engine,
@@ -137,6 +139,7 @@ class Crew:
         self.lanes: list[SyncLane] = []
         self.loop = self._new_loop()
         self.failed = False
+        self._inspected = False
         self.stuck = False  # in a handler: this process should be replaced
 
     def _settler(self, connection: Connection) -> Settler:
@@ -154,6 +157,27 @@ class Crew:
             self._add_lane()
         if self.loop.count:
             self.loop.start()
+
+    def _inspect(self, connection: Connection) -> None:
+        """Let no lane begin where tasks would be lost; the first that connects looks for all."""
+        if self._inspected:
+            return
+        with connection.begin():
+            found = find_dangers(connection, self.plan.tables, self.plan.handlers)
+        for each in found:
+            if each.name == "schema":  # somebody may be about to migrate
+                raise OSError(f"{each.message}; {each.remedy}")
+        self._inspected = True
+        if found:
+            self._refuse([f"{each.message}; {each.remedy}" for each in found])
+
+    def _refuse(self, dangers: Sequence[str]) -> None:
+        for danger in dangers:
+            self.plan.events.emit("worker.refused", danger, level=logging.CRITICAL)
+        self.failed = True
+        self.stopping.set()
+        self.stop()
+        raise Stopped
 
     def _look_again(self) -> None:
         """End a drain if a whole round found nothing: a task may bring work for the other kind."""

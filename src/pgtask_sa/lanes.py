@@ -75,11 +75,13 @@ class Shared:
     stopping: threading.Event
     presence: Presence
     keeper: Keeper
+    inspect: Callable[[Connection], None]
     gate: Gate = field(default_factory=Gate)
     blameless: dict[int, int] = field(default_factory=dict)
 
     def execution(self, lane: Lane, connection: Connection, face: Face) -> Execution:
         """Set a lane's fresh connection up to run claims; call it where SQL may be run."""
+        self.inspect(connection)
         self.roster.refresh(connection)
         types = self.roster.types[lane.kind]
         claimer = Claimer(self.tables.task, types, self.claim)

@@ -20,6 +20,7 @@ from sqlalchemy import (
     bindparam,
     case,
     cast,
+    column,
     extract,
     func,
     literal,
@@ -28,8 +29,11 @@ from sqlalchemy import (
     select,
     union_all,
 )
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import table as sql_table
+from sqlalchemy.dialects.postgresql import ARRAY, OID
 
+from pgtask_sa.presence_table import LOCK_CLASS
+from pgtask_sa.rows import quoted
 from pgtask_sa.statements import Now, kinds_of, server_now
 
 
@@ -174,3 +178,75 @@ def hold_dead_by_ids(dead: Table) -> Select[Any]:
 def clock() -> Select[Any]:
     """Read the server's clock."""
     return select(func.clock_timestamp())
+
+
+def lanes(workers: Table, now: Now | None = None) -> Select[Any]:
+    """List what the lanes of all workers noted, and whether their process is ``alive``.
+
+    Alive: it holds the advisory lock on its number; or, where nobody can hold one, it was seen in
+    the last minute. ``begun`` is ``begun_at`` as text, to the microsecond.
+    """
+    c = workers.c
+    moment = server_now() if now is None else now
+    recent = c.seen_at > moment - literal_column(f"interval '{ABSENT} seconds'")
+    alive = case((c.is_direct, _holds_lock(c.worker_id)), else_=recent)
+    begun = cast(c.begun_at, Text).label("begun")
+    columns = [column for column in c if column.name != "server_started_at"]
+    return select(*columns, begun, alive.label("alive")).order_by(c.worker_id, c.lane)
+
+
+def _holds_lock(worker_id: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Say whether the advisory lock on the number of a worker is held, in this database."""
+    locks = sql_table("pg_locks", *map(column, LOCKS), schema="pg_catalog").c
+    databases = sql_table("pg_database", column("oid"), column("datname"), schema="pg_catalog").c
+    here = select(databases.oid).where(databases.datname == func.current_database())
+    return (
+        select(literal(1))
+        .where(
+            locks.locktype == literal_column("'advisory'"),
+            locks.database == here.scalar_subquery(),
+            locks.classid == cast(literal_column(str(LOCK_CLASS)), OID),
+            locks.objid == cast(worker_id, OID),
+            locks.objsubid == literal_column("2"),  # of two integers, not of one bigint
+            locks.granted,
+        )
+        .exists()
+    )
+
+
+LOCKS = ("locktype", "database", "classid", "objid", "objsubid", "granted")
+ABSENT = 60  # seconds
+
+
+def versions_by_ids(table: Table) -> Select[Any]:
+    """Tell of the tasks of ``:ids`` that are there: type, version of the row, whether leased."""
+    version = cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
+    return select(
+        table.c.task_id,
+        cast(table.c.task_type, Text).label("task_type"),
+        version.label("version"),
+        table.c.lease_token.is_not(None).label("leased"),
+    ).where(by_ids(table))
+
+
+def holder(table: Table) -> Select[Any]:
+    """Tell whose transaction holds the row of ``:task_id``: one row, or none if nobody's does.
+
+    ``seen`` is false where this role may not know more of it, such as when it began.
+    """
+    view = sql_table("pg_stat_activity", *map(column, ACTIVITY), schema="pg_catalog")
+    activity = view.c
+    xmax = cast(literal_column(f"{quoted(table)}.xmax"), Text)
+    return (
+        select(
+            activity.pid,
+            activity.usename,
+            activity.application_name,
+            activity.xact_start.is_not(None).label("seen"),
+        )
+        .join_from(table, view, cast(activity.backend_xid, Text) == xmax)
+        .where(table.c.task_id == bindparam("task_id"))
+    )
+
+
+ACTIVITY = ("pid", "usename", "application_name", "backend_xid", "xact_start")

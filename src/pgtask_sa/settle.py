@@ -129,6 +129,7 @@ class Tables:
 
 CUT_OFF = "the connection was lost while the handler ran"
 NOT_BURIED_DELAY = 300.0  # until a task that the error queue refused is tried again
+KEEPS_ERROR = ("snoozed", "unrun", "cancelled")  # nothing failed: what failed before is kept
 _LIBRARY_COLUMNS = frozenset(TaskMixin.__annotations__)
 
 
@@ -152,9 +153,12 @@ class Settler:
         rows = self.connection.execute(self.tables.claim_by_id, {"task_id": task_id}).mappings()
         return [self.tables.claimed(row) for row in rows]
 
-    def seize(self, task_id: int, pid: int) -> list[Claimed]:
-        """End the server process that runs a task, and claim the task from it."""
-        key = {"task_id": task_id, "pid": pid}
+    def seize(self, task_id: int, pid: int, begun: str | None = None) -> list[Claimed]:
+        """End the server process that runs a task, and claim the task from it.
+
+        With ``begun`` only if it still runs the transaction that began at that moment.
+        """
+        key = {"task_id": task_id, "pid": pid, "begun": begun}
         rows = self.connection.execute(self.tables.claim_by_force, key).mappings()
         return [self.tables.claimed(row) for row in rows]
 
@@ -210,7 +214,7 @@ class Settler:
 
     def _row(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> dict[str, Any]:
         last_error = claimed.values["last_error"]
-        if verdict.reason not in ("snoozed", "unrun"):
+        if verdict.reason not in KEEPS_ERROR:
             last_error = describe(error, ascii_only=not self._speaks_utf8())
         return {
             WHOLE_ROW: claimed.values[WHOLE_ROW],

@@ -181,9 +181,15 @@ def equal_waiting(table: Table, now: Now | None = None) -> Select[Any]:
     )
 
 
-def bury(table: Table, dead: Table) -> Insert:
-    """Write a claimed row that gave up to the error queue, with ``:pgtask_reason``."""
-    names = _carried(table, dead)
+def bury(table: Table, dead: Table, names: Sequence[str] | None = None) -> Insert:
+    """Write a claimed row that gave up to the error queue, with ``:pgtask_reason``.
+
+    Args:
+        table: the task table.
+        dead: the error queue.
+        names: the columns to carry; by default those that both mappings know.
+    """
+    names = names or _carried(table, dead)
     row = restored(table, names, **_outcome())
     values = [_as_kind(dead, row.c[n]) if n == "task_type" else row.c[n] for n in names]
     reason = bindparam("pgtask_reason", type_=Text)
@@ -330,3 +336,13 @@ def announce_sleep() -> Select[Any]:
 def withdraw_sleep() -> Select[Any]:
     """Tell inserts of the table ``:oid`` that nobody of this process sleeps any more."""
     return _wakeup_lock(func.pg_advisory_unlock_shared)
+
+
+def announce_cancel(table: Table) -> Select[Any]:
+    """Tell the workers of the table, on the channel of its wake-up, to stop running ``:task_id``.
+
+    The listeners hear it at commit; the payload is ``cancel`` and the number.
+    """
+    channel = func.concat(literal_column("'pgtask_'"), cast(_regclass(table), OID))
+    payload = func.concat(literal_column("'cancel '"), bindparam("task_id", type_=BigInteger))
+    return select(func.pg_notify(channel, payload))

@@ -1,0 +1,1 @@
+SELECT pg_notify(concat('pgtask_', CAST(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s))) AS OID)), concat('cancel ', %(task_id)s::BIGINT)) AS pg_notify_1
