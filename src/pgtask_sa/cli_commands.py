@@ -56,7 +56,7 @@ class Place:
         # it may lead through a pooler, where what was prepared is somewhere else the next time
         arguments = {**CONNECT_ARGS, "prepare_threshold": None}
         engine = create_engine(self.url, connect_args=arguments, **options)
-        event.listen(engine, "connect", _set_date_style)
+        event.listen(engine, "begin", _set_date_style)
         return engine
 
     def connect(self) -> Connection:
@@ -70,10 +70,10 @@ class Place:
         return {**row, "params": decoded}
 
 
-def _set_date_style(dbapi_connection: Any, _record: Any) -> None:
-    with dbapi_connection.cursor() as cursor:
-        cursor.execute(DATE_STYLE)
-    dbapi_connection.commit()
+def _set_date_style(connection: Connection) -> None:
+    # for the transaction: through a pooler the session is not ours
+    name, value = DATE_STYLE
+    connection.exec_driver_sql(f"set local {name} = '{value}'")
 
 
 def _database_url(option: str | None) -> URL:
