@@ -43,7 +43,7 @@ class Lease:
     @property
     def key(self) -> dict[str, object]:
         """The parameters that name it in a statement."""
-        return {"task_id": self.claimed.task_id, "token": self.token}
+        return {"leased_id": self.claimed.task_id, "token": self.token}
 
 
 class Admission:

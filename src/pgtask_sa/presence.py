@@ -111,8 +111,8 @@ class Presence:
         """Say that this worker lives, and take out the dead whose claims have been counted."""
         with self._lock, self._anew_after_an_error():
             connection = self._connected()
+            connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
             me = {"worker_id": self.worker_id}
-            connection.execute(statements.note_alive(self.task), me)
             connection.execute(statements.dismiss_dead(self.task), me)
 
     def leave(self) -> None:

@@ -37,6 +37,7 @@ from pgtask_sa.rows import quoted
 SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
 CLASS = literal_column(str(LOCK_CLASS), Integer)
 MINE = bindparam("worker_id", type_=Integer)
+ME = bindparam("me", type_=Integer)  # not called as the column: that would be a value to set
 TASK_IDS = bindparam("task_ids", type_=ARRAY(BigInteger))
 ROW_VERSIONS = bindparam("row_versions", type_=ARRAY(BigInteger))
 
@@ -137,9 +138,9 @@ def deaths(task: Table) -> Select[Any]:
 
 
 def note_alive(task: Table) -> Update:
-    """Note that ``:worker_id`` was alive just now; for those who cannot look at its lock."""
+    """Note that ``:me`` was alive just now; for those who cannot look at its lock."""
     table = worker_table(task)
-    return update(table).where(table.c.worker_id == MINE).values(seen_at=_clock())
+    return update(table).where(table.c.worker_id == ME).values(seen_at=_clock())
 
 
 def dismiss(task: Table) -> Delete:
