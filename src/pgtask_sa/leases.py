@@ -178,12 +178,20 @@ class LeasedRuns:
             self._finish(session, lease)
         except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
             error = raised
+        self._end(session)
+        return error
+
+    def _end(self, session: Session) -> None:
+        """Leave no transaction open; a COMMIT that failed leaves one behind in SQLAlchemy."""
         if self.execution.ground.status() == TransactionStatus.ACTIVE:
             self.connection.invalidate()  # to end the session on it would wait for ever
         trouble = close(session, self.events)
+        try:
+            self.connection.rollback()
+        except Exception as error:  # noqa: BLE001 - the connection is in no good state
+            trouble = error
         if trouble is not None or self.execution.ground.status() != TransactionStatus.IDLE:
             self.connection.invalidate()
-        return error
 
     def _is_ours(self, session: Session, lease: Lease) -> None:
         if session.connection().execute(self._hold, lease.key).first() is None:
