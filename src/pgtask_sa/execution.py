@@ -263,9 +263,9 @@ class Execution:
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return False
-        return self._bear(claimed)
+        return self.bear(claimed)
 
-    def _bear(self, claimed: Claimed) -> bool:
+    def bear(self, claimed: Claimed) -> bool:
         """Count a failure that is nobody's fault; False when this task had too many of them."""
         if len(self.blameless) > 10_000:  # noqa: PLR2004
             self.blameless.clear()
@@ -338,7 +338,7 @@ class Execution:
             return  # whoever enforced the deadline has counted the attempt
         cause = lost.error or self.ground.trouble()
         innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
-        if innocent and self._bear(lost.claimed):
+        if innocent and self.bear(lost.claimed):
             self.events.emit(
                 "transaction.lost",
                 f"the transaction of {lost.claimed} was lost; it runs again",

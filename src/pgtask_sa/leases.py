@@ -21,7 +21,6 @@ from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from pgtask_sa import lease_statements as statements
@@ -29,11 +28,12 @@ from pgtask_sa.admission import Lease
 from pgtask_sa.calls import arguments, close
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution, Stopped
-from pgtask_sa.failures import chain, headline, is_blameless
+from pgtask_sa.execution import Execution, Stopped, timed_out
+from pgtask_sa.failures import comes_from, headline, is_blameless
+from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Settler, Tables
+from pgtask_sa.settle import Claimed, Settler, Tables
 
 RENEWALS = 3  # in the length of a lease
 CARE = 15.0  # seconds between two looks after the workers' table
@@ -131,6 +131,7 @@ class LeasedRuns:
         self.connection: Connection = execution.connection
         self.events = execution.events
         self.keeper = keeper
+        self._trouble: BaseException | None = None  # the last error of our own database
         task = execution.tables.task
         self._hold = statements.hold_lease(task)
         self._finish_statement = statements.finish_lease(task)
@@ -167,6 +168,8 @@ class LeasedRuns:
         """Call the handler, and delete the task in its last transaction; return what went wrong."""
         execution = self.execution
         handler = execution.handlers[lease.claimed.task_type]
+        info = self.connection.info
+        info.pop(TROUBLE, None)
         session, handed = execution.face.open(twophase=False)
         fence = _Fence(lambda: self._is_ours(session, lease))
         event.listen(session, "before_commit", fence)
@@ -178,6 +181,7 @@ class LeasedRuns:
             self._finish(session, lease)
         except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
             error = raised
+            self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
         self._end(session)
         return error
 
@@ -202,6 +206,9 @@ class LeasedRuns:
         """Delete the task and commit, together with the handler's last writes."""
         if self.execution.cut:
             raise Stopped
+        if self.execution.expired is lease.claimed:  # and nobody could take the lease away
+            limit = self.execution.handlers[lease.claimed.task_type].timeout
+            raise timed_out(limit or 0.0)
         if self.execution.ground.status() == TransactionStatus.INERROR:
             raise TaskFailed("the handler swallowed a database error in its last transaction")
         session.flush()
@@ -233,14 +240,18 @@ class LeasedRuns:
             if row is None:
                 return False
             claimed = self.execution.tables.claimed(row, -1)
-            blameless = self._is_blameless(error)
+            blameless = self._is_blameless(claimed, error)
             verdict = settler.judge(claimed, error, policy, blameless=blameless)
             verdict = settler.write(claimed, verdict, error)
         settler.tell(claimed, verdict, error, seconds)
         return True
 
-    def _is_blameless(self, error: BaseException) -> bool:
-        return any(isinstance(e, DBAPIError) and is_blameless(e) for e in chain(error))
+    def _is_blameless(self, claimed: Claimed, error: BaseException) -> bool:
+        """Say whether our own database is to blame, and not another one; bounded."""
+        trouble = self._trouble
+        if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
+            return False
+        return self.execution.bear(claimed)
 
     def give_back(self, lease: Lease) -> None:
         """End a lease at once, uncounted."""
