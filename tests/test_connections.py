@@ -45,6 +45,7 @@ def test_a_worker_with_the_url_of_asyncpg(db_url):
     assert 0 == running.count()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_date_style_of_the_database(db_url, kind):
     """The rows of a claim hold timestamps, which psycopg reads in one style only."""
@@ -65,10 +66,11 @@ def test_a_date_style_of_the_database(db_url, kind):
     assert ["ISO, DMY"] == styles
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("broken", ["CHECK_CLIENT", "DATE_STYLE"])
 def test_one_setting_that_is_refused(db_url, monkeypatch, broken):
     """The other one holds all the same."""
-    monkeypatch.setattr(f"pgtask_sa.engines.{broken}", "set no_such_setting = 1")
+    monkeypatch.setattr(f"pgtask_sa.engines.{broken}", ("no_such_setting", "1"))
     name = make_url(db_url).database
     admin = create_engine(db_url)
     with admin.begin() as connection:
@@ -190,6 +192,7 @@ def test_an_error_on_a_connection_that_is_gone(engine):
         raise ValueError("the cause")
 
 
+@pytest.mark.direct
 def test_an_idle_worker_holds_a_connection_for_each_lane_and_two_more(db_url):
     """What the README says of sizing: concurrency for each kind of handler, and two more."""
     running = Running(db_url, concurrency=3)

@@ -211,6 +211,7 @@ def test_a_handler_that_is_late_while_the_watchdog_is_not_there(db_url, monkeypa
 # -- the announcement ------------------------------------------------------------------------
 
 
+@pytest.mark.direct
 def test_an_announcement_that_is_lost(db_url):
     """An insert held the lock in the moment in which the worker fell asleep; it tries again."""
     running = Running(db_url, concurrency=1, idle_interval=60, report_interval=60)

@@ -197,16 +197,16 @@ def test_a_handler_within_its_time(db_url):
 
 
 SERVER_LIMITS = {
-    "idle_in_transaction_session_timeout": "idle-in-transaction",
     "transaction_timeout": "transaction timeout",
     "statement_timeout": "statement timeout",
 }
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("touches", ["before", "after", "never"])
 @pytest.mark.parametrize("limit", SERVER_LIMITS)
 def test_a_time_limit_of_the_server(db_url, limit, touches):
-    """F1, F2: a failed attempt with a plain message, and the worker lives."""
+    """F2: a failed attempt with a plain message, and the worker lives."""
     running = Running(db_url, concurrency=1)
     name = running.url.database
     if not running.rows("select 1 from pg_settings where name = :n", n=limit):
@@ -234,3 +234,27 @@ def test_a_time_limit_of_the_server(db_url, limit, touches):
         running.until(lambda: [7] == running.marks())
     assert SERVER_LIMITS[limit] in running.rows("select last_error from dead_task")[0][0]
     assert [] == running.told("database.down")
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_a_handler_that_limits_its_idle_time(db_url, touches):
+    """F1: the server ends its transaction, which is a failed attempt, and the worker lives."""
+    running = Running(db_url, concurrency=1)
+
+    @running.tasks.handler("SLOW", max_attempts=2, backoff=0)
+    def slow(session, params):
+        session.execute(text("set local idle_in_transaction_session_timeout = '100ms'"))
+        time.sleep(0.3)
+        if touches:
+            session.execute(text("select 1"))
+
+    @running.tasks.handler("GOOD")
+    def good(session, params):
+        session.execute(text("insert into mark values (7)"))
+
+    running.enqueue("SLOW")
+    with running:
+        running.until(lambda: [("SLOW", 2, "failed")] == running.dead())
+        running.enqueue("GOOD")
+        running.until(lambda: [7] == running.marks())
+    assert "idle-in-transaction" in running.rows("select last_error from dead_task")[0][0]

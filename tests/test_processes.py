@@ -44,6 +44,7 @@ def test_promise_1_no_task_for_work_that_rolled_back(fleet: Fleet):
     assert [*range(0, 20, 2)] == fleet.done()
 
 
+@pytest.mark.direct
 @pytest.mark.timeout(150)
 def test_promise_2_exactly_once_whoever_is_killed(fleet: Fleet):
     """Eight workers, 5,000 tasks that insert one row each, SIGKILL at random: 5,000 rows."""
@@ -76,6 +77,7 @@ def test_promise_2_exactly_once_whoever_is_killed(fleet: Fleet):
 SLEEPING = "select 1 from pg_locks where locktype = 'advisory' and mode = 'ShareLock'"
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("kind", ["SLEEP", "ASYNC_SLEEP", "QUERY"])
 def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(fleet: Fleet, kind):
     """SIGKILL in the middle of a handler, in Python or in a query on the server (F3)."""

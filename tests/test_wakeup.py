@@ -7,15 +7,21 @@ import select
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from waiting import let_pass
+from waiting import let_pass, wait_until
 
-from pgtask_sa import TaskSession, insert_task
+from pgtask_sa import Task, TaskSession, insert_task
+from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.engines import database_url, worker_engine
+from pgtask_sa.events import Events
+from pgtask_sa.roster import Roster
+from pgtask_sa.wakeup import Health, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,6 +61,7 @@ def _asleep(running: Running) -> None:
     running.until(lambda: [] == running.rows(busy))
 
 
+@pytest.mark.direct
 def test_a_task_on_an_idle_system_starts_at_once(running: Running):
     """The figure is the benchmark's; here it is enough that nobody waited for a poll."""
     with running:
@@ -67,6 +74,7 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
             running.until_idle()
 
 
+@pytest.mark.direct
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_delayed_task_starts_at_its_time(db_url, concurrency):
     """Never early, nor late by a poll, also if no lane was asleep at the news of it."""
@@ -149,6 +157,7 @@ def _heard(connection: Any, seconds: float) -> int:
     return count
 
 
+@pytest.mark.direct
 def test_notify_is_sent_only_to_sleepers(db_url):
     """NOTIFY serialises all commits of a database, so a busy one must be spared."""
     running = _recorder(db_url, concurrency=1)
@@ -205,6 +214,7 @@ def test_a_two_phase_enqueue_with_a_sleeper(db_url):
         running.until(lambda: running.rows("select 1 from began"))
 
 
+@pytest.mark.direct
 def test_a_listener_that_was_cut_off_listens_again(db_url):
     """One connection less is no reason to alarm anybody, and wake-ups work as before."""
     running = _recorder(db_url)
@@ -227,6 +237,7 @@ def _cut_listener_off(running: Running) -> None:
     assert 1 == len(terminated)
 
 
+@pytest.mark.direct
 def test_workers_without_a_listener_look_by_themselves(db_url):
     """When LISTEN cannot be had, it is told once, and tasks are found within a second or so."""
     running = _recorder(db_url)
@@ -247,6 +258,7 @@ def test_workers_without_a_listener_look_by_themselves(db_url):
     assert [] == running.told("database.down")
 
 
+@pytest.mark.direct
 def test_no_wake_up_is_lost(db_url):
     """A thousand tasks, at random moments around falling asleep: each is found without a poll."""
     running = _recorder(db_url, concurrency=2)
@@ -270,3 +282,88 @@ def test_no_wake_up_is_lost(db_url):
         running.until(lambda: running.count() == 0, timeout=10)
     late = "select count(*), count(distinct i) from began"
     assert [(total, total)] == running.rows(late)
+
+
+# -- a listener by itself --------------------------------------------------------------------
+
+
+@contextmanager
+def _listener(url: str, rung: list[str]) -> Iterator[Listener]:
+    """Give a listener whose only lane sleeps, and notes in ``rung`` that it was woken."""
+    engine = worker_engine(database_url(url), 1)
+    events, bell = Events([]), Doorbell({"sync": 1})
+    roster = Roster(Task.__table__, {}, events)
+    pauses = {"idle_interval": NEVER, "report_interval": NEVER}
+    listener = Listener(engine, roster, bell, Health(events), **pauses)
+    bell.sleep("sync", lambda: rung.append("rung"))
+    yield listener
+    if listener.is_alive():
+        listener.stop()
+        listener.join(5)
+    engine.dispose()
+
+
+@pytest.mark.direct
+def test_notices_to_cancel(db_url):
+    """Who wants a task to be stopped says so where workers listen; all else means work."""
+    rung: list[str] = []
+    cancelled: list[int] = []
+    admin = create_engine(db_url, isolation_level="AUTOCOMMIT")
+    with _listener(db_url, rung) as listener, admin.connect() as connection:
+        listener.on_cancel = cancelled.append
+        oid = connection.execute(text("select 'task'::regclass::oid")).scalar_one()
+        send = text(f"select pg_notify('pgtask_{oid}', :payload)")
+
+        def put_to_sleep() -> None:
+            rung.clear()
+            while not listener.bell.sleep("sync", lambda: rung.append("rung")):
+                pass
+
+        listener.start()
+        wait_until(lambda: rung)  # it rings once when it listens
+        put_to_sleep()
+        for payload in ("cancel 17", f"cancel {2**62}"):
+            connection.execute(send, {"payload": payload})
+        wait_until(lambda: len(cancelled) == 2)
+        assert ([17, 2**62], []) == (cancelled, rung)
+        for payload in ("", "cancel", "cancel x", "cancel -1"):
+            connection.execute(send, {"payload": payload})
+            wait_until(lambda: rung)
+            put_to_sleep()
+    admin.dispose()
+    assert [17, 2**62] == cancelled
+
+
+def _intervals(listener: Listener, answers: str) -> list[float]:
+    """Return how long it waits after each look that found something ready (1), or nothing (0)."""
+    waits = []
+    for answer in answers:
+        row = SimpleNamespace(ready=answer == "1", seconds=None)
+        result = SimpleNamespace(one=lambda row=row: row)
+        before = time.monotonic()
+        listener._poll(SimpleNamespace(execute=lambda *_, result=result: result))
+        waits.append(listener._next_poll - before)
+    return waits
+
+
+@pytest.mark.parametrize(
+    ("pooled", "answers", "expected"),
+    [
+        (True, "000000", [0.02, 0.06, 0.18, 0.54, 1, 1]),
+        (True, "0000011111", [0.02, 0.06, 0.18, 0.54, 1, 0.02, 0.06, 0.18, 0.4, 0.4]),
+        (False, "00000000", [0.02, 0.06, 0.18, 0.54, 1.62, 4.86, 14.58, 43.74]),
+        (False, "1111100", [0.02, 0.06, 0.18, 0.4, 0.4, 0.4, 1.2]),
+    ],
+)
+def test_how_often_a_listener_looks(direct_db_url, pooler, pooled, answers, expected):
+    """G5: less and less while nothing comes; through a pooler once a second, and soon after work.
+
+    A task that runs looks like one that waits, and must not be asked for all the time.
+    """
+    url = pooler.url(direct_db_url) if pooled else direct_db_url
+    with _listener(url, []) as listener, listener.engine.connect() as connection:
+        listener._set_up(connection, connection.connection.driver_connection, 1)
+        waits = _intervals(listener, answers)
+    assert [True] * len(expected) == [
+        0.85 * most < wait < most + 0.1 for most, wait in zip(expected, waits, strict=True)
+    ], waits

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
         EnqueueBlocked,
         EnqueueError,
         HandlerError,
+        LeaseLost,
         ParamsError,
         TaskError,
         TaskFailed,
+        WorkerDied,
     )
     from pgtask_sa.handlers import TaskRegistry, TaskView
     from pgtask_sa.inserts import insert_task
@@ -39,9 +41,11 @@ _HOMES = {
         "EnqueueBlocked",
         "EnqueueError",
         "HandlerError",
+        "LeaseLost",
         "ParamsError",
         "TaskError",
         "TaskFailed",
+        "WorkerDied",
     ),
     "handlers": ("TaskRegistry", "TaskView"),
     "inserts": ("insert_task",),
@@ -64,6 +68,7 @@ __all__ = [
     "EnqueueError",
     "EnqueueMixin",
     "HandlerError",
+    "LeaseLost",
     "ParamsError",
     "Retry",
     "Snooze",
@@ -75,6 +80,7 @@ __all__ = [
     "TaskSession",
     "TaskView",
     "Worker",
+    "WorkerDied",
     "insert_task",
 ]
 

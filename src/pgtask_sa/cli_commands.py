@@ -53,7 +53,9 @@ class Place:
     def engine(self) -> Engine:
         """Return an engine without a pool: a command uses one connection, once."""
         options: Any = {"poolclass": NullPool, "isolation_level": "READ COMMITTED"}
-        return create_engine(self.url, connect_args=CONNECT_ARGS, **options)
+        # it may lead through a pooler, where what was prepared is somewhere else the next time
+        arguments = {**CONNECT_ARGS, "prepare_threshold": None}
+        return create_engine(self.url, connect_args=arguments, **options)
 
     def connect(self) -> Connection:
         """Open a connection."""

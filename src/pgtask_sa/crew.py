@@ -36,6 +36,7 @@ from pgtask_sa.watchdog import Watchdog
 # Kept open besides those of the lanes, at most: the one that listens, and of those that enforce
 # deadlines; more are opened and closed again.
 SIDE_CONNECTIONS = 3
+LIMIT_MARGIN = 30.0  # seconds; a worker that is well enforces its own deadlines before
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,19 @@ class Plan:
     events: Events
     session: Callable[..., Session]
     async_session: Callable[..., AsyncSession]
+    direct_url: URL | None = None
+
+
+def transaction_limit(handlers: Mapping[str, Handler], batch_size: int) -> float | None:
+    """Return the seconds after which the server is to end a transaction by itself, if any.
+
+    For a worker that cannot do it any more: one that stands still, or is cut off.
+    """
+    limits = [handler.timeout for handler in handlers.values() if handler.lease is None]
+    known = [limit for limit in limits if limit is not None]
+    if not known or len(known) < len(limits):
+        return None
+    return max(known) * batch_size + LIMIT_MARGIN
 
 
 class Crew:
@@ -81,12 +95,16 @@ class Crew:
         self.plan = plan
         self.stopping = stopping
         self.stop = stop
-        self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS)
+        self.limit = transaction_limit(plan.handlers, o.claim.batch_size)
+        self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS, self.limit)
+        self.direct_engine = self.engine
+        if plan.direct_url is not None:
+            self.direct_engine = worker_engine(plan.direct_url, SIDE_CONNECTIONS)
         self.roster = Roster(plan.tables.task, plan.handlers, plan.events)
         self.counts = {kind: o.concurrency for kind, types in self.roster.types.items() if types}
         self.bell = Doorbell(self.counts)
         self.health = Health(plan.events)
-        self.presence = Presence(self.engine, plan.tables.task)
+        self.presence = Presence(self.direct_engine, plan.tables.task)
         self.keeper = Keeper(self.engine, plan.tables, self.presence, plan.events)
         self.keeper.on_lost = self._lease_lost
         self.watchdog = Watchdog(self.engine, self._settler)
@@ -107,13 +125,14 @@ class Crew:
             keeper=self.keeper,
         )
         self.listener = Listener(
-            self.engine,
+            self.direct_engine,
             self.roster,
             self.bell,
             self.health,
             idle_interval=o.idle_interval,
             report_interval=o.report_interval,
         )
+        self.listener.on_cancel = self.cancel
         self.lanes: list[SyncLane] = []
         self.loop = self._new_loop()
         self.failed = False
@@ -192,6 +211,7 @@ class Crew:
 
     def _new_loop(self) -> LoopThread:
         loop = LoopThread(self.shared, self.plan.url, self.counts.get("async", 0))
+        loop.limit = self.limit
         loop.on_death = self._loop_died
         return loop
 
@@ -308,6 +328,7 @@ class Crew:
             if self.plan.options.drain:
                 self._report()
             self.engine.dispose()
+            self.direct_engine.dispose()
 
     def _leave(self) -> None:
         try:
@@ -335,6 +356,7 @@ class LoopThread(threading.Thread):
         self.lanes: list[AsyncLane] = []
         self.loop: asyncio.AbstractEventLoop | None = None
         self.on_death: Callable[[BaseException], object] = lambda _error: None
+        self.limit: float | None = None  # seconds for a transaction
         self._running = count
         self._abandoned = False
 
@@ -374,7 +396,7 @@ class LoopThread(threading.Thread):
 
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
-        engine = worker_async_engine(self.url, self.count)
+        engine = worker_async_engine(self.url, self.count, self.limit)
         self.lanes = [AsyncLane(self.shared, engine, n + 1) for n in range(self.count)]
         running = [lane.start() for lane in self.lanes]
         for task in running:

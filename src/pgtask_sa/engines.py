@@ -1,17 +1,26 @@
-"""The worker's own engines: psycopg, READ COMMITTED, one connection for each lane."""
+"""The worker's own engines: psycopg, READ COMMITTED, one connection for each lane.
+
+A connection may lead through a pooler such as PgBouncer, which gives out a server process for one
+transaction at a time. Whoever sets something for the session there sets it for strangers, and what
+was prepared is somewhere else the next time. So each new connection finds out what it is: a pooler
+has to invent the process id that it tells its client, the server knows the true one.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from psycopg import pq
-from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import guard_driver, watch_errors
+from pgtask_sa.ground import POOLED, guard_driver, watch_errors
 
 DRIVER = "postgresql+psycopg"
 LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too
@@ -27,11 +36,17 @@ CONNECT_ARGS = {
     "client_encoding": "utf8",  # whatever the database's is; of SQL_ASCII psycopg returns bytes
 }
 
+# What a worker needs to be set; for good on a connection of its own, and through a pooler for each
+# transaction.
 # A server process does not look at its socket while it runs a query. With this it notices within
 # a quarter of a second that its worker was killed, and gives the row back.
-CHECK_CLIENT = "set client_connection_check_interval = '250ms'"
+CHECK_CLIENT = ("client_connection_check_interval", "250ms")
 # Of the other styles, which a role or a database may have, psycopg reads no timestamps.
-DATE_STYLE = "set datestyle = 'ISO'"
+DATE_STYLE = ("datestyle", "ISO")
+# While a handler computes, or asks somebody else, its transaction is idle. Its own timeout decides.
+LIMIT = "pgtask_limit"  # key in the info of a connection: milliseconds for a transaction
+LIMITS_SINCE = 170_000  # the version of the server that knows transaction_timeout
+IDLE_TIMEOUT = ("idle_in_transaction_session_timeout", "0")
 
 
 def database_url(given: str | URL | Engine | AsyncEngine) -> URL:
@@ -87,6 +102,20 @@ def given_url(option: str | None) -> URL:
     return database_url(url)
 
 
+def given_direct_url(option: str | None) -> URL | None:
+    """Return the URL that an option names, or else DATABASE_DIRECT_URL; None if neither is set.
+
+    Raises:
+        ConfigurationError: it is not the URL of a Postgres database.
+
+    Example:
+        >>> given_direct_url("postgres://db/app").database
+        'app'
+    """
+    url = option or os.environ.get("DATABASE_DIRECT_URL")
+    return database_url(url) if url else None
+
+
 def _options(size: int) -> dict[str, Any]:
     return {
         "pool_size": size,
@@ -97,40 +126,103 @@ def _options(size: int) -> dict[str, Any]:
     }
 
 
-def worker_engine(url: URL, size: int) -> Engine:
-    """Build the engine of the sync lanes and of the worker's side connections."""
+def worker_engine(url: URL, size: int, limit: float | None = None) -> Engine:
+    """Build the engine of the sync lanes and of the worker's side connections.
+
+    With a limit, in seconds, a server that can (17 and newer) ends transactions that take longer.
+    """
     engine = create_engine(url, **_options(size))
-    _prepare(engine)
+    _prepare(engine, limit)
     return engine
 
 
-def worker_async_engine(url: URL, size: int) -> AsyncEngine:
-    """Build the engine of the async lanes."""
+def worker_async_engine(url: URL, size: int, limit: float | None = None) -> AsyncEngine:
+    """Build the engine of the async lanes; the limit as of `worker_engine`."""
     engine = create_async_engine(url, **_options(size))
-    _prepare(engine.sync_engine)
+    _prepare(engine.sync_engine, limit)
     return engine
 
 
-def _prepare(engine: Engine) -> None:
+@contextmanager
+def unlimited(connection: Connection) -> Iterator[None]:
+    """Lift the limit for the transactions inside; there is none open at the start, nor at the end.
+
+    Through a pooler it stays.
+    """
+    limit = connection.info.get(LIMIT)
+    if limit is None or is_pooled(connection):
+        yield
+        return
+    _set_limit(connection, 0)
+    try:
+        yield
+    finally:
+        if not connection.invalidated:
+            _set_limit(connection, limit)
+
+
+def _set_limit(connection: Connection, milliseconds: int) -> None:
+    with connection.begin():
+        connection.exec_driver_sql(f"set transaction_timeout = {milliseconds}")
+
+
+def is_pooled(connection: Connection) -> bool:
+    """Say whether a connection of ours leads through a pooler: no session of its own behind it."""
+    return connection.info.get(POOLED) is not None
+
+
+def _prepare(engine: Engine, limit: float | None) -> None:
     watch_errors(engine)
-
-    @event.listens_for(engine, "connect")
-    def _prepare_connection(dbapi_connection: Any, record: Any) -> None:
-        guard_driver(getattr(dbapi_connection, "driver_connection", dbapi_connection), record.info)
-        both = f"{CHECK_CLIENT}; {DATE_STYLE}"  # in one round trip
-        if not _set(dbapi_connection, both):  # not every platform's server can check
-            _set(dbapi_connection, CHECK_CLIENT)
-            _set(dbapi_connection, DATE_STYLE)
+    milliseconds = None if limit is None else round(limit * 1000)
+    event.listen(engine, "connect", partial(_prepare_connection, milliseconds))
+    event.listen(engine, "begin", _prepare_transaction)
 
 
-def _set(dbapi_connection: Any, statement: str) -> bool:
+def _prepare_connection(limit: int | None, dbapi_connection: Any, record: Any) -> None:
+    driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
+    guard_driver(driver, record.info)
+    settings = [CHECK_CLIENT, DATE_STYLE, IDLE_TIMEOUT]
+    if limit is not None and driver.info.server_version >= LIMITS_SINCE:
+        settings.append(("transaction_timeout", str(limit)))
+        record.info[LIMIT] = limit
+    pid = driver.info.backend_pid
+    pooled = _set(dbapi_connection, pid, settings)
+    if pooled is None:  # not every platform's server can check
+        settings = [each for each in settings if _set(dbapi_connection, pid, [each]) is not None]
+        pooled = _set(dbapi_connection, pid, [])
+    if pooled:
+        driver.prepare_threshold = None
+        record.info[POOLED] = "; ".join(f"set local {name} = '{value}'" for name, value in settings)
+
+
+def _set(dbapi_connection: Any, pid: int, settings: list[tuple[str, str]]) -> bool | None:
+    """Make settings, and say whether there is a pooler; None: one of them was refused.
+
+    In one round trip, which does not yet know the answer: through a pooler they end with this
+    transaction.
+    """
+    pooled = f"pg_backend_pid() <> {pid}"
+    made = [f"set_config('{name}', '{value}', {pooled})" for name, value in settings]
     cursor = dbapi_connection.cursor()
     try:
-        cursor.execute(statement)
+        cursor.execute(f"select {', '.join([pooled, *made])}")
+        found = bool(cursor.fetchone()[0])
         dbapi_connection.commit()
     except Exception:  # noqa: BLE001 - what matters will come back at the first claim
         dbapi_connection.rollback()
-        return False
+        return None
     finally:
         cursor.close()
-    return True
+    return found
+
+
+def _prepare_transaction(connection: Connection) -> None:
+    """Set what a transaction needs, in a statement more, if its session is not ours to set."""
+    settings = connection.info.get(POOLED)
+    if settings and not _autocommits(connection):
+        connection.exec_driver_sql(settings)
+
+
+def _autocommits(connection: Connection) -> bool:
+    dbapi_connection: Any = connection.connection.dbapi_connection
+    return bool(dbapi_connection.autocommit)

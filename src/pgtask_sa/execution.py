@@ -33,6 +33,7 @@ from sqlalchemy.orm import Session
 from pgtask_sa.admission import Admission, Lease
 from pgtask_sa.calls import Face, arguments, close
 from pgtask_sa.claim import REPLAN, Claimer
+from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlstate
@@ -165,7 +166,8 @@ class Execution:
             self.admission.alone = False
 
     def _claim(self) -> list[Claimed]:
-        if self.claimer.must_replan():
+        # through a pooler nothing is prepared, and the plans are not ours to discard
+        if self.claimer.must_replan() and not is_pooled(self.connection):
             self.connection.execute(REPLAN)
         for statement in self.claimer.next():
             rows = self._fetch(statement, self.claimer.parameters())

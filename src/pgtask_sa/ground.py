@@ -40,6 +40,10 @@ SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
+# The key of what each transaction must set for itself, on a connection through a pooler. The next
+# transaction of the server process there is a stranger's, who must not meet what a handler set.
+POOLED = "pgtask_pooled"
+FOR_STRANGERS = "RESET ALL; SET SESSION AUTHORIZATION DEFAULT; UNLISTEN *; DISCARD TEMP"
 
 
 def watch_errors(engine: Engine) -> None:
@@ -174,6 +178,9 @@ class Ground:
         if not self.open:
             return
         release = f"RELEASE SAVEPOINT {SAVEPOINT}"
+        settings = self._info.get(POOLED)
+        if self.moved and settings is not None:
+            self._execute("; ".join(filter(None, (FOR_STRANGERS, settings))))
         if self.shifted:
             for statement in AS_BEFORE:  # the next of the batch, and our own statements
                 self._execute(statement)

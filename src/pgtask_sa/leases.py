@@ -26,6 +26,7 @@ from sqlalchemy.orm import Session
 from pgtask_sa import lease_statements as statements
 from pgtask_sa.admission import Lease
 from pgtask_sa.calls import arguments, close
+from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped, timed_out
@@ -146,11 +147,14 @@ class LeasedRuns:
             DBAPIError: the database is away; what was not settled falls due when its lease ends.
         """
         leases, self.execution.granted = self.execution.granted, []
+        if not leases:
+            return
         for lease in leases:
             self.keeper.keep(lease)
         try:
-            for lease in leases:
-                self._run(lease)
+            with unlimited(self.connection):
+                for lease in leases:
+                    self._run(lease)
         finally:
             for lease in leases:
                 self.keeper.drop(lease)

@@ -30,6 +30,7 @@ from sqlalchemy.dialects import postgresql
 
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
+from pgtask_sa.engines import is_pooled
 from pgtask_sa.settle import Claimed
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
@@ -134,6 +135,7 @@ class Presence:
         self._close()
         connection = self._connection = self._engine.connect()
         self._driver = connection.connection.driver_connection
+        self._is_direct = not is_pooled(connection)
         connection.detach()  # the lock must end with it
         self._introduce(connection)
         return connection
@@ -148,8 +150,6 @@ class Presence:
             raise
 
     def _introduce(self, connection: Connection) -> None:
-        pid = connection.exec_driver_sql("select pg_backend_pid()").scalar()
-        self._is_direct = self._driver.info.backend_pid == pid
         if self._is_direct:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})

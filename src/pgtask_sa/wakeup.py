@@ -11,6 +11,9 @@ while it waits. The protocol with the insert trigger:
    growing intervals finds it, at most about three times as late as that transaction was long.
 5. A notification that comes while nobody sleeps: the announcement is withdrawn, and from then on
    inserts cost nothing extra.
+
+Through a pooler neither LISTEN nor the lock can be had: they belong to a session, and there is
+none. Then polling alone must do, once a second at least while lanes sleep.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psycopg
@@ -30,6 +35,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from pgtask_sa import statements
 from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import headline
 from pgtask_sa.roster import Roster
@@ -38,10 +44,12 @@ FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
 RUNNING_POLL = 0.4
+POOLED_POLL = 1.0  # at most, where nobody tells us
 FOREVER = 3600.0
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 4  # failures in a row, about two seconds
 REMIND = 60.0  # until a claim that fails on and on for the same reason is told again
+CANCEL = "cancel "  # what a payload begins with that names a task to stop
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
 
 
@@ -100,7 +108,11 @@ class Health:
 
 
 class Listener(threading.Thread):
-    """The thread that waits for the lanes while they sleep."""
+    """The thread that waits for the lanes while they sleep.
+
+    ``on_cancel`` is called, in this thread, with the number of each task that somebody wants to be
+    stopped. It must be quick, and leave this thread's connection alone.
+    """
 
     def __init__(
         self,
@@ -120,6 +132,7 @@ class Listener(threading.Thread):
         self.health = health
         self.idle_interval = idle_interval
         self.report_interval = report_interval
+        self.on_cancel: Callable[[int], object] = lambda _task_id: None
         self._ear, self._mouth = socket.socketpair()
         self._ear.setblocking(False)
         self._mouth.setblocking(False)
@@ -129,6 +142,9 @@ class Listener(threading.Thread):
         self._notified = False
         self._failures = 0
         self._deaf = False
+        self._polling = False
+        self._found = False
+        self._longest = idle_interval
         self._interval = FIRST_POLL
         self._next_poll = 0.0
         self._next_report = 0.0
@@ -195,15 +211,49 @@ class Listener(threading.Thread):
         oid = connection.execute(statements.table_oid(self.table)).scalar()
         if oid is None:
             raise no_table(self.table)
-        driver.add_notify_handler(self._on_notify)
-        connection.exec_driver_sql(f"LISTEN pgtask_{int(oid)}")
-        self._announced, self._notified = False, False
+        turn = self._set_up(connection, driver, int(oid))
+        self._announced, self._notified, self._watching = False, False, False
         self.bell.ring()  # whatever was missed while we were away
         patience = 0.0  # one quick turn shows that all of it works
         while not self._stopping:
-            self._turn(connection, driver, int(oid), patience)
+            turn(patience)
             patience = FOREVER
             self._hear_again()
+
+    def _set_up(self, connection: Connection, driver: Any, oid: int) -> Callable[[float], None]:
+        """Listen, if that can be had here; return what a turn is then."""
+        if is_pooled(connection):
+            self._longest = min(POOLED_POLL, self.idle_interval)
+            self._tell_of_polling()
+            return partial(self._pooled_turn, connection)
+        self._longest = self.idle_interval
+        driver.add_notify_handler(self._on_notify)
+        connection.exec_driver_sql(f"LISTEN pgtask_{oid}")
+        return partial(self._turn, connection, driver, oid)
+
+    def _tell_of_polling(self) -> None:
+        if self._polling:
+            return
+        self._polling = True
+        self.health.events.emit(
+            "listener.polling",
+            f"through a pooler: no LISTEN, looking every {self._longest:g} s instead; "
+            "give --direct-url",
+            level=logging.WARNING,
+        )
+
+    def _pooled_turn(self, connection: Connection, most: float) -> None:
+        """Look at growing intervals while lanes sleep; in between no transaction is open."""
+        watched, self._watching = self._watching, False
+        self._watching = self.bell.anyone_asleep()
+        if self._watching and not watched:
+            self._interval, self._next_poll = FIRST_POLL, 0.0
+        select.select([self._ear], [], [], min(most, self._patience()))
+        self._drain_pokes()
+        if time.monotonic() >= self._next_poll and self.bell.anyone_asleep():
+            self._poll(connection)
+        if time.monotonic() >= self._next_report:
+            self._report(connection)
 
     def _turn(self, connection: Connection, driver: Any, oid: int, most: float) -> None:
         self._watching = False  # first: a lane that falls asleep from here on pokes us
@@ -240,11 +290,19 @@ class Listener(threading.Thread):
 
     def _hear(self, driver: Any) -> None:
         driver.pgconn.consume_input()
-        while driver.pgconn.notifies():
-            self._notified = True
+        while notice := driver.pgconn.notifies():
+            self._understand(notice.extra.decode())
 
-    def _on_notify(self, _notify: Any) -> None:
-        self._notified = True
+    def _on_notify(self, notify: Any) -> None:
+        """Take what came along with the answer to a statement."""
+        self._understand(notify.payload)
+
+    def _understand(self, payload: str) -> None:
+        task_id = payload.removeprefix(CANCEL)
+        if task_id != payload and task_id.isdecimal():
+            self.on_cancel(int(task_id))
+        else:
+            self._notified = True
 
     def _on_work(self, connection: Connection, oid: int) -> None:
         self._notified = False
@@ -262,12 +320,15 @@ class Listener(threading.Thread):
         row = connection.execute(statements.peek(self.table), {"types": self.roster.all()}).one()
         if row.ready:
             self.bell.ring()
+            if self._polling and not self._found:
+                self._interval = FIRST_POLL  # it may be the first of many
+        self._found = row.ready
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
         if row.seconds is not None and row.seconds > 0:
             wait = min(wait, row.seconds)
         self._next_poll = time.monotonic() + wait
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
-        longest = min(RUNNING_POLL, self.idle_interval) if row.ready else self.idle_interval
+        longest = min(RUNNING_POLL, self._longest) if row.ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
 
     def _drain_pokes(self) -> None:

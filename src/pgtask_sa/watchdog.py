@@ -29,6 +29,7 @@ from typing import Any, Protocol
 from sqlalchemy import Connection, Engine
 
 from pgtask_sa.claim import BACKEND_PID
+from pgtask_sa.engines import is_pooled
 from pgtask_sa.execution import Execution, timed_out
 from pgtask_sa.leases import take_over
 from pgtask_sa.settle import Claimed, Settler
@@ -257,7 +258,7 @@ class Watchdog(threading.Thread):
 
 def _own_process(connection: Connection) -> int | None:
     """Return the server process of a lane, in which nobody but the lane can work; or none."""
-    if connection.closed or connection.invalidated:
+    if connection.closed or connection.invalidated or is_pooled(connection):
         return None
     driver: Any = connection.connection.driver_connection
     pid: int = driver.info.backend_pid

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa.claim import ClaimOptions, Order
 from pgtask_sa.crew import Crew, Options, Plan
-from pgtask_sa.engines import database_url, given_url
+from pgtask_sa.engines import database_url, given_direct_url, given_url
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskError
@@ -49,7 +49,9 @@ class Worker:
         database: URL of the database, or an engine, of which nothing but the URL is taken: not its
             ``connect_args``, ``creator`` or ``schema_translate_map``, nor its events. Put options
             of the connection into the URL. The worker makes its own connections, with psycopg: one
-            for each lane, one that listens, some for deadlines.
+            for each lane, one that listens, some for deadlines. It may lead through a pooler.
+        direct_url: URL (or engine) of the same database without a pooler between, for what needs a
+            session of its own, such as LISTEN; without it such a worker looks every second.
         concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
         processes: how many child processes do that, under the eyes of this one: one that dies, or
             in which a handler is stuck, is replaced. None does it in this process.
@@ -84,6 +86,7 @@ class Worker:
         tasks: TaskRegistry,
         database: str | URL | Engine | AsyncEngine,
         *,
+        direct_url: str | URL | Engine | AsyncEngine | None = None,
         concurrency: int = 4,
         processes: int | None = None,
         batch_size: int = 1,
@@ -114,6 +117,7 @@ class Worker:
         )
         self.tasks = tasks
         self.url = database_url(database)
+        self.direct_url = None if direct_url is None else database_url(direct_url)
         self.events = Events(listeners)
         self.tables = Tables(tasks.task_class)
         self._session = session or sessionmaker(class_=TaskSession, task_class=tasks.task_class)
@@ -185,6 +189,7 @@ class Worker:
             self.events,
             self._session,
             self._async_session,
+            self.direct_url,
         )
 
     def _run_here(self) -> int:
@@ -302,6 +307,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("tasks", metavar="PACKAGE.MODULE:NAME", help="where the TaskRegistry is")
     add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
+    add("--direct-url", help="the same without the pooler; default: DATABASE_DIRECT_URL")
     add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
     add("--processes", type=int, help="child processes, replaced when they die (none: work here)")
     add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
@@ -367,6 +373,7 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
     return Worker(
         tasks,
         given_url(arguments.database_url),
+        direct_url=given_direct_url(arguments.direct_url),
         concurrency=arguments.concurrency,
         processes=arguments.processes,
         batch_size=arguments.batch_size,

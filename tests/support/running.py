@@ -101,8 +101,8 @@ class Running:
         self.until(self.sleeps, timeout)
 
     def sleeps(self) -> bool:
-        """Say whether a worker has announced that it sleeps."""
-        return bool(
+        """Say whether a worker has announced that it sleeps; through a pooler none ever does."""
+        return bool(self.told("listener.polling")) or bool(
             self.rows(
                 "select 1 from pg_locks where locktype = 'advisory' and mode = 'ShareLock'"
                 " and database = (select oid from pg_database where datname = current_database())"
