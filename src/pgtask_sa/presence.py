@@ -18,6 +18,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from pgtask_sa.settle import Claimed
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
+LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
 _NOTE = b"pgtask_note"
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
@@ -93,7 +95,7 @@ class Presence:
         with self._lock, self._anew_after_an_error():
             met = self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
             self._flying.add(lane)
-            return self._deaths(ids, versions) if met else {}
+        return self._deaths(ids, versions) if met else {}
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
@@ -205,12 +207,25 @@ class Presence:
         return [result.get_value(row, 0) for row in range(result.ntuples)]
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
+        """Tell which of the workers that had claimed these rows before are dead.
+
+        A row may be free a moment before its dead worker's lock is: the server ends each connection
+        by itself. One that lives has rolled back, and soon notes something else.
+        """
         given = {"worker_id": self.worker_id, "task_ids": ids, "row_versions": versions}
+        statement = statements.deaths(self.task)
+        for _ in range(LOOKS):
+            with self._lock, self._anew_after_an_error():
+                rows = self._connected().execute(statement, given).all()
+            if all(row.is_gone for row in rows):
+                break
+            time.sleep(LOOK)
         found: dict[int, Deaths] = {}
-        for row in self._connected().execute(statements.deaths(self.task), given):
-            deaths = found.setdefault(row.task_id, Deaths())
-            deaths.count += 1
-            deaths.alone = deaths.alone or row.beside == 1
+        for row in rows:
+            if row.is_gone:
+                deaths = found.setdefault(row.task_id, Deaths())
+                deaths.count += 1
+                deaths.alone = deaths.alone or row.beside == 1
         return found
 
 

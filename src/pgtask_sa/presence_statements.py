@@ -109,11 +109,11 @@ def _is_gone(table: Any) -> ColumnElement[bool]:
 
 
 def deaths(task: Table) -> Select[Any]:
-    """Of claimed rows, tell which were claimed before by workers that died, and beside what.
+    """Of claimed rows, tell which others had claimed before, and what became of those workers.
 
     Returns:
-        One row for each such claim: ``task_id``, and ``beside``: how many tasks its worker had in
-        flight, this one included, in all its lanes.
+        One row for each such claim: ``task_id``; ``is_gone``, whether its worker is dead; and
+        ``beside``, how many tasks that had in flight, this one included, in all its lanes.
     """
     table = worker_table(task)
     other, lane = table.alias("other"), table.alias("lane")
@@ -126,13 +126,12 @@ def deaths(task: Table) -> Select[Any]:
     )
     same = and_(claimed.c.task_id == held.c.task_id, claimed.c.version == held.c.version)
     return (
-        select(claimed.c.task_id, beside.label("beside"))
+        select(claimed.c.task_id, beside.label("beside"), _is_gone(other).label("is_gone"))
         .select_from(other.join(held, true()).join(claimed, same))
         .where(
             other.c.worker_id != MINE,
             other.c.task_ids.overlap(TASK_IDS),
             other.c.server_started_at == func.pg_postmaster_start_time(),
-            _is_gone(other),
         )
     )
 
