@@ -6,6 +6,7 @@ import ctypes
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 from sqlalchemy import text
@@ -86,6 +87,14 @@ def glutton(session, params):
 def leased_poison(session, params):
     note_start(params)
     die(params["how"])
+
+
+@tasks.handler("HANG")
+def hang(session, params, task):
+    """Hang the first time; the second time, tell the number of the attempt."""
+    if note_start(params) == 1:
+        time.sleep(60)
+    session.execute(DONE, {"i": 1, "attempt": task.attempt})
 
 
 @tasks.handler("GOOD")
