@@ -6,11 +6,12 @@ import contextlib
 import threading
 
 import pytest
+from fleet import Fleet, events
 from leased import KINDS, Long, brief, mark
 from proxy import TcpProxy
 from running import Running
 from sqlalchemy import create_engine, text
-from waiting import let_pass
+from waiting import let_pass, wait_until
 
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
 from pgtask_sa.errors import LeaseLost
@@ -223,6 +224,25 @@ def test_a_worker_that_is_cut_off(db_url, kind, monkeypatch):
                 second.until_empty()
     assert ([1], [2], [1, 2, 20]) == (lost.starts, won.starts, second.marks())
     assert ([], []) == (first.told("task.done", "task.retry"), second.dead())
+
+
+@pytest.mark.parametrize("name", ["FROZEN", "ASYNC_FROZEN"])
+def test_a_worker_that_stands_still(db_url, tmp_path, name):
+    """SIGSTOP: another takes over; after SIGCONT the first one cannot write any more."""
+    fleet = Fleet(db_url, target="poison_tasks:tasks")
+    file, go = tmp_path / "starts", tmp_path / "go"
+    fleet.enqueue(name, {"file": str(file), "go": str(go)})
+    options = ("--log-format", "json", "--idle-interval", "0.2")
+    with fleet.worker(*options) as first:
+        fleet.until(file.exists)
+        first.suspend()
+        with fleet.worker(*options):
+            fleet.until(lambda: fleet.count() == 0)
+        go.touch()
+        first.resume()
+        wait_until(lambda: events(first, "lease.lost"), 10, message=lambda: first.output)
+        assert [] == events(first, "task.done", "task.retry")
+    assert ([2], b"xx", 0) == (fleet.done(), file.read_bytes(), fleet.count("dead_task"))
 
 
 @pytest.mark.parametrize("how", ["its own", "the last"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import resource
@@ -95,6 +96,26 @@ def hang(session, params, task):
     if note_start(params) == 1:
         time.sleep(60)
     session.execute(DONE, {"i": 1, "attempt": task.attempt})
+
+
+def freeze(params) -> int:
+    """Wait, the first time, for a file; return which time this is."""
+    start = note_start(params)
+    while start == 1 and not Path(params["go"]).exists():
+        time.sleep(0.02)
+    return start
+
+
+@tasks.handler("FROZEN", mode="leased", lease=1)
+def frozen(session, params):
+    session.execute(DONE, {"i": freeze(params), "attempt": 0})
+
+
+@tasks.handler("ASYNC_FROZEN", mode="leased", lease=1)
+async def async_frozen(session, params):
+    start = await asyncio.to_thread(freeze, params)
+    await session.execute(DONE, {"i": start, "attempt": 0})
+    await session.commit()
 
 
 @tasks.handler("GOOD")
