@@ -11,6 +11,7 @@ from fleet import Fleet, events, started
 from leased import Long
 from running import Running
 from sqlalchemy import text
+from waiting import let_pass
 
 from pgtask_sa import TaskRegistry
 from pgtask_sa.crew import Crew
@@ -99,6 +100,29 @@ def test_a_suspect_that_is_stuck_while_it_is_alone(running, release):
         release.set()
 
 
+def test_a_stop_while_others_are_kept_out(running, release):
+    """Lanes that wait until a suspect has ended, which runs alone, end themselves."""
+    entered = threading.Event()
+
+    @running.tasks.handler("SUSPECT", max_attempts=5)
+    def suspect(session, params):
+        entered.set()
+        release.wait(30)
+
+    running.enqueue("SUSPECT")
+    for worker_id in (1, 2):
+        leave_behind(running, "SUSPECT", worker_id=worker_id, alone=False)
+    running.options["grace"] = 0.1
+    with running:
+        entered.wait(10)
+        running.enqueue("UNKNOWN")  # the other lane wakes up, and is kept out
+        let_pass(0.3)
+        running.worker.stop()
+        running.wait()
+        names = [thread.name for thread in threading.enumerate()]
+        assert (3, 1) == (running.code, sum(n.startswith("pgtask-lane") for n in names))
+
+
 def test_the_default_deadline():
     """Five minutes, in the transactional mode; None switches it off."""
     tasks = TaskRegistry()
@@ -147,7 +171,8 @@ def test_a_task_that_is_cancelled(running, monkeypatch, kind, mode):
             running.first("lane.stuck")
         long.release.set()
     assert ([1], [], 0, []) == (long.starts, running.marks(), running.count(), running.dead())
-    assert [] == running.told("task.done", "task.retry", "task.buried", "worker.error")
+    quiet = {"worker.started", "worker.stopping", "lane.stuck", "worker.stopped", "session.close"}
+    assert set() == set(running.told()) - quiet
 
 
 def _remembering(start, crews):
