@@ -29,7 +29,7 @@ from pgtask_sa.calls import arguments, close
 from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution, Stopped, timed_out
+from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.failures import comes_from, headline, is_blameless
 from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
@@ -210,9 +210,6 @@ class LeasedRuns:
         """Delete the task and commit, together with the handler's last writes."""
         if self.execution.cut:
             raise Stopped
-        if self.execution.expired is lease.claimed:  # and nobody could take the lease away
-            limit = self.execution.handlers[lease.claimed.task_type].timeout
-            raise timed_out(limit or 0.0)
         if self.execution.ground.status() == TransactionStatus.INERROR:
             raise TaskFailed("the handler swallowed a database error in its last transaction")
         session.flush()
