@@ -43,7 +43,7 @@ class Lease:
     @property
     def key(self) -> dict[str, object]:
         """The parameters that name it in a statement."""
-        return {"task_id": self.claimed.task_id, "token": self.token}
+        return {"leased_id": self.claimed.task_id, "token": self.token}
 
 
 class Admission:
@@ -100,6 +100,8 @@ class Admission:
         suspects = [claimed for claimed in batch if self._is_suspect(claimed)]
         if suspects:
             strictly = any(self._was_there_often(claimed) for claimed in suspects)
+            # somebody else may take them meanwhile, and die of them: that is one death, not two
+            self.face.aside(lambda: self.presence.rest(self.entry))
             raise Solitary([claimed.task_id for claimed in suspects], strictly=strictly)
 
     def _is_suspect(self, claimed: Claimed) -> bool:

@@ -265,8 +265,8 @@ class Crew:
         return alive + self.loop.busy()
 
     def running(self) -> int:
-        """Count the tasks that run."""
-        executions = [lane.execution for lane in self._all_lanes()]
+        """Count the tasks that run; not those that were taken from a handler that is stuck."""
+        executions = [lane.execution for lane in self._all_lanes() if not lane.abandoned]
         return sum(e is not None and e.running is not None for e in executions)
 
     def _all_lanes(self) -> list[Lane]:

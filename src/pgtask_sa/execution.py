@@ -258,26 +258,25 @@ class Execution:
             # the savepoint went with a transaction that was ended, unless the connection died
             raise TransactionLost(claimed, error, ended=sqlstate(gone) in NO_SAVEPOINT) from gone
         blameless = self._is_blameless(claimed, error)
-        times = self.blameless[claimed.task_id] if blameless else 0
-        verdict = self.settler.judge(claimed, error, policy, blameless=times)
+        verdict = self.settler.judge(claimed, error, policy, blameless=blameless)
         return self.settler.write(claimed, verdict, error)
 
-    def _is_blameless(self, claimed: Claimed, error: BaseException) -> bool:
-        """Say whether our own database is to blame; bounded, lest a task come back for ever."""
+    def _is_blameless(self, claimed: Claimed, error: BaseException) -> int:
+        """Say how often our own database was to blame for this task; 0: it is not."""
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
-            return False
-        return self._bear(claimed, trouble)
+            return 0
+        return self.bear(claimed, trouble)
 
-    def _bear(self, claimed: Claimed, trouble: BaseException | None) -> bool:
-        """Count a failure that is nobody's fault; False when this task had too many of its kind.
+    def bear(self, claimed: Claimed, trouble: BaseException | None) -> int:
+        """Count a failure that is nobody's fault; 0 when this task had too many of its kind.
 
         Deadlocks and lost races it may bring upon itself. That the disk is full it may not.
         """
         if len(self.blameless) > 10_000:  # noqa: PLR2004
             self.blameless.clear()
         count = self.blameless[claimed.task_id] = self.blameless.get(claimed.task_id, 0) + 1
-        return count <= MAX_BLAMELESS or sqlstate(trouble) not in RACES
+        return count if count <= MAX_BLAMELESS or sqlstate(trouble) not in RACES else 0
 
     # -- when the transaction is lost --------------------------------------------------------
 
@@ -345,7 +344,7 @@ class Execution:
             return  # whoever enforced the deadline has counted the attempt
         cause = lost.error or self.ground.trouble()
         innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
-        if innocent and self._bear(lost.claimed, cause):
+        if innocent and self.bear(lost.claimed, cause):
             self.events.emit(
                 "transaction.lost",
                 f"the transaction of {lost.claimed} was lost; it runs again",

@@ -229,6 +229,8 @@ class SyncLane(threading.Thread):
     def _sweep(self, execution: Execution) -> int:
         gate = self.shared.gate
         while not gate.enter(self):
+            if self._over():
+                return 0
             self.shared.rest(self)
             time.sleep(LOOK)
         try:
@@ -327,6 +329,8 @@ class AsyncLane:
     async def _sweep(self, connection: AsyncConnection, execution: Execution) -> int:
         gate = self.shared.gate
         while not gate.enter(self):
+            if self._over():
+                return 0
             await asyncio.to_thread(self.shared.rest, self)
             await asyncio.sleep(LOOK)
         try:

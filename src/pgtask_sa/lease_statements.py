@@ -35,9 +35,13 @@ def _now(now: Now | None) -> Now:
     return func.statement_timestamp() if now is None else now
 
 
+# Not called as the column: of an UPDATE that would be a value to set.
+LEASED_ID = bindparam("leased_id", type_=BigInteger)
+
+
 def _mine(table: Table) -> tuple[ColumnElement[bool], ...]:
     return (
-        table.c.task_id == bindparam("task_id", type_=BigInteger),
+        table.c.task_id == LEASED_ID,
         table.c.lease_token == bindparam("token", type_=Uuid),
     )
 

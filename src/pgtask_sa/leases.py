@@ -22,7 +22,6 @@ from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from pgtask_sa import lease_statements as statements
@@ -32,10 +31,11 @@ from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
-from pgtask_sa.failures import chain, headline, is_blameless
+from pgtask_sa.failures import comes_from, headline, is_blameless
+from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Settler, Tables
+from pgtask_sa.settle import Claimed, Settler, Tables
 
 RENEWALS = 3  # in the length of a lease
 CARE = 15.0  # seconds between two looks after the workers' table
@@ -131,6 +131,7 @@ class LeasedRuns:
         self.connection: Connection = execution.connection
         self.events = execution.events
         self.keeper = keeper
+        self._trouble: BaseException | None = None  # the last error of our own database
         task = execution.tables.task
         self._hold = statements.hold_lease(task)
         self._finish_statement = statements.finish_lease(task)
@@ -170,6 +171,8 @@ class LeasedRuns:
         """Call the handler, and delete the task in its last transaction; return what went wrong."""
         execution = self.execution
         handler = execution.handlers[lease.claimed.task_type]
+        info = self.connection.info
+        info.pop(TROUBLE, None)
         session, handed = execution.face.open(twophase=False)
         fence = _Fence(lambda: self._is_ours(session, lease))
         event.listen(session, "before_commit", fence)
@@ -181,12 +184,21 @@ class LeasedRuns:
             self._finish(session, lease)
         except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
             error = raised
+            self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
+        self._end(session)
+        return error
+
+    def _end(self, session: Session) -> None:
+        """Leave no transaction open; a COMMIT that failed leaves one behind in SQLAlchemy."""
         if self.execution.ground.status() == TransactionStatus.ACTIVE:
             self.connection.invalidate()  # to end the session on it would wait for ever
         trouble = close(session, self.events)
+        try:
+            self.connection.rollback()
+        except Exception as error:  # noqa: BLE001 - the connection is in no good state
+            trouble = error
         if trouble is not None or self.execution.ground.status() != TransactionStatus.IDLE:
             self.connection.invalidate()
-        return error
 
     def _is_ours(self, session: Session, lease: Lease) -> None:
         if session.connection().execute(self._hold, lease.key).first() is None:
@@ -228,14 +240,18 @@ class LeasedRuns:
             if row is None:
                 return False
             claimed = self.execution.tables.claimed(row, -1)
-            blameless = int(self._is_blameless(error))
+            blameless = self._is_blameless(claimed, error)
             verdict = settler.judge(claimed, error, policy, blameless=blameless)
             verdict = settler.write(claimed, verdict, error)
         settler.tell(claimed, verdict, error, seconds)
         return True
 
-    def _is_blameless(self, error: BaseException) -> bool:
-        return any(isinstance(e, DBAPIError) and is_blameless(e) for e in chain(error))
+    def _is_blameless(self, claimed: Claimed, error: BaseException) -> int:
+        """Say how often our own database was to blame, and not another one; 0: it is not."""
+        trouble = self._trouble
+        if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
+            return 0
+        return self.execution.bear(claimed, trouble)
 
     def give_back(self, lease: Lease) -> None:
         """End a lease at once, uncounted."""

@@ -22,6 +22,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ from pgtask_sa.settle import Claimed
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
+LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
 _NOTE = b"pgtask_note"
 POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
@@ -107,7 +109,7 @@ class Presence:
         with self._lock, self._anew_after_an_error():
             met = self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
             self._flying.add(lane)
-            return self._deaths(ids, versions) if met else {}
+        return self._deaths(ids, versions) if met else {}
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
@@ -126,8 +128,8 @@ class Presence:
         """Say that this worker lives, and take out the dead whose claims have been counted."""
         with self._lock, self._anew_after_an_error():
             connection = self._connected()
+            connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
             me = {"worker_id": self.worker_id}
-            connection.execute(statements.note_alive(self.task), me)
             connection.execute(statements.dismiss_dead(self.task), me)
 
     def leave(self) -> None:
@@ -218,12 +220,25 @@ class Presence:
         return [result.get_value(row, 0) for row in range(result.ntuples)]
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
+        """Tell which of the workers that had claimed these rows before are dead.
+
+        A row may be free a moment before its dead worker's lock is: the server ends each connection
+        by itself. One that lives has rolled back, and soon notes something else.
+        """
         given = {"worker_id": self.worker_id, "task_ids": ids, "row_versions": versions}
+        statement = statements.deaths(self.task)
+        for _ in range(LOOKS):
+            with self._lock, self._anew_after_an_error():
+                rows = self._connected().execute(statement, given).all()
+            if all(row.is_gone for row in rows):
+                break
+            time.sleep(LOOK)
         found: dict[int, Deaths] = {}
-        for row in self._connected().execute(statements.deaths(self.task), given):
-            deaths = found.setdefault(row.task_id, Deaths())
-            deaths.count += 1
-            deaths.alone = deaths.alone or row.beside == 1
+        for row in rows:
+            if row.is_gone:
+                deaths = found.setdefault(row.task_id, Deaths())
+                deaths.count += 1
+                deaths.alone = deaths.alone or row.beside == 1
         return found
 
 

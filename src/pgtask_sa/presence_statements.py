@@ -37,6 +37,7 @@ from pgtask_sa.rows import quoted
 SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
 CLASS = literal_column(str(LOCK_CLASS), Integer)
 MINE = bindparam("worker_id", type_=Integer)
+ME = bindparam("me", type_=Integer)  # not called as the column: that would be a value to set
 TASK_IDS = bindparam("task_ids", type_=ARRAY(BigInteger))
 ROW_VERSIONS = bindparam("row_versions", type_=ARRAY(BigInteger))
 
@@ -108,11 +109,11 @@ def _is_gone(table: Any) -> ColumnElement[bool]:
 
 
 def deaths(task: Table) -> Select[Any]:
-    """Of claimed rows, tell which were claimed before by workers that died, and beside what.
+    """Of claimed rows, tell which others had claimed before, and what became of those workers.
 
     Returns:
-        One row for each such claim: ``task_id``, and ``beside``: how many tasks its worker had in
-        flight, this one included, in all its lanes.
+        One row for each such claim: ``task_id``; ``is_gone``, whether its worker is dead; and
+        ``beside``, how many tasks that had in flight, this one included, in all its lanes.
     """
     table = worker_table(task)
     other, lane = table.alias("other"), table.alias("lane")
@@ -125,21 +126,20 @@ def deaths(task: Table) -> Select[Any]:
     )
     same = and_(claimed.c.task_id == held.c.task_id, claimed.c.version == held.c.version)
     return (
-        select(claimed.c.task_id, beside.label("beside"))
+        select(claimed.c.task_id, beside.label("beside"), _is_gone(other).label("is_gone"))
         .select_from(other.join(held, true()).join(claimed, same))
         .where(
             other.c.worker_id != MINE,
             other.c.task_ids.overlap(TASK_IDS),
             other.c.server_started_at == func.pg_postmaster_start_time(),
-            _is_gone(other),
         )
     )
 
 
 def note_alive(task: Table) -> Update:
-    """Note that ``:worker_id`` was alive just now; for those who cannot look at its lock."""
+    """Note that ``:me`` was alive just now; for those who cannot look at its lock."""
     table = worker_table(task)
-    return update(table).where(table.c.worker_id == MINE).values(seen_at=_clock())
+    return update(table).where(table.c.worker_id == ME).values(seen_at=_clock())
 
 
 def dismiss(task: Table) -> Delete:

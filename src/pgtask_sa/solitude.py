@@ -62,6 +62,8 @@ class Gate:
         """Let a lane out whose tasks are settled, or that is written off."""
         with self._lock:
             self._inside.discard(lane)
+            if not self._inside:  # who was alone is written off, and does not open
+                self._closed_until = 0.0
 
     def close(self, seconds: float) -> bool:
         """Keep everybody else out for a while; False when somebody else does so already."""

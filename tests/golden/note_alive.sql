@@ -1,3 +1,3 @@
 UPDATE task_worker
 SET seen_at=statement_timestamp()
-WHERE task_worker.worker_id = %(worker_id)s::INTEGER
+WHERE task_worker.worker_id = %(me)s::INTEGER

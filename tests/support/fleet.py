@@ -20,18 +20,20 @@ HERE = Path(__file__).parent
 
 
 class Fleet:
-    """Starts workers with the registry of process_tasks, enqueues for them, looks at the tables."""
+    """Starts workers with a registry, enqueues for them, looks at the tables."""
 
-    def __init__(self, url: str, *, create: bool = True) -> None:
+    def __init__(
+        self, url: str, *, create: bool = True, target: str = "process_tasks:tasks"
+    ) -> None:
         self.url = url
+        self.target = target
         self.engine = create_engine(url, poolclass=NullPool)
         if create:
             create_tables(self.engine)
 
     def worker(self, *args: str, url: str | None = None) -> WorkerProcess:
         """Return a worker process, to be used in a ``with`` statement."""
-        target = "process_tasks:tasks"
-        return WorkerProcess(target, url or self.url, *args, pythonpath=[HERE], cwd=HERE)
+        return WorkerProcess(self.target, url or self.url, *args, pythonpath=[HERE], cwd=HERE)
 
     def enqueue(self, task_type: str, *params: dict[str, Any]) -> None:
         with TaskSession(self.engine) as session:

@@ -89,7 +89,7 @@ class Running:
     def until(
         self, condition: Callable[[], Any], timeout: float = 15, interval: float = 0.01
     ) -> Any:
-        told = lambda: f"told: {self.told()[-20:]}"  # noqa: E731
+        told = lambda: f"told: {self.events[-20:]}"  # noqa: E731
         return wait_until(condition, timeout, interval, message=told)
 
     def until_empty(self, timeout: float = 20) -> None:

@@ -1,0 +1,129 @@
+"""E1: tasks that kill their worker are started as often as they may be, and no other is lost."""
+
+from __future__ import annotations
+
+import pytest
+from fleet import Fleet
+from waiting import wait_until
+
+QUIET = ("--log-level", "warning", "--idle-interval", "0.2")
+
+
+@pytest.fixture
+def fleet(db_url) -> Fleet:
+    return Fleet(db_url, target="poison_tasks:tasks")
+
+
+@pytest.fixture
+def starts(tmp_path):
+    """Give a file to which each start of the poison adds a byte."""
+    file = tmp_path / "starts"
+    file.touch()
+    return file
+
+
+def _enqueue_around(fleet: Fleet, kind: str, starts, how: str, count: int = 30) -> None:
+    """Enqueue one poison task among good ones of both kinds."""
+    half = count // 2
+    fleet.enqueue("GOOD", *[{"i": i} for i in range(half)])
+    fleet.enqueue(kind, {"file": str(starts), "how": how})
+    fleet.enqueue("ASYNC_GOOD", *[{"i": i} for i in range(half, count)])
+
+
+def _dead(fleet: Fleet) -> list[tuple]:
+    return fleet.rows("select task_type, attempts, reason, last_error from dead_task")
+
+
+DIED = "WorkerDied: the worker died while it ran this task"
+
+CASES = [
+    ("POISON", "sigkill", ("--processes", "2", "--concurrency", "4")),
+    ("POISON", "exit", ("--processes", "1", "--concurrency", "1")),
+    ("POISON", "segfault", ("--processes", "2", "--batch-size", "10")),
+    ("ASYNC_POISON", "sigkill", ("--processes", "2", "--concurrency", "4")),
+    ("ASYNC_POISON", "exit", ("--processes", "1", "--batch-size", "10")),
+]
+
+
+@pytest.mark.parametrize(("kind", "how", "options"), CASES)
+def test_a_task_that_kills_its_worker(fleet: Fleet, starts, kind, how, options):
+    """It is buried after exactly its attempts, and all the others are done exactly once."""
+    _enqueue_around(fleet, kind, starts, how)
+    with fleet.worker(*QUIET, *options) as worker:
+        wait_until(lambda: fleet.count() == 0, 20, message=lambda: worker.output)
+        assert worker.running
+    assert [(kind, 3, "worker died", DIED)] == _dead(fleet)
+    assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
+
+
+def test_among_several_programs(fleet: Fleet, starts):
+    """Whoever claims it next counts the death, be it another program."""
+    _enqueue_around(fleet, "POISON", starts, "sigkill")
+    options = (*QUIET, "--processes", "1")
+    with fleet.worker(*options), fleet.worker(*options):
+        fleet.until(lambda: fleet.count() == 0, 20)
+    assert [("POISON", 3, "worker died", DIED)] == _dead(fleet)
+    assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
+
+
+def test_when_all_die_together(fleet: Fleet, starts):
+    """Supervisor and all: the next program counts what the last one left behind."""
+    _enqueue_around(fleet, "POISON", starts, "group")
+    for death in range(3):
+        with fleet.worker(*QUIET, "--processes", "2") as worker:
+            assert -9 == worker.wait(15)
+        assert death + 1 == len(starts.read_bytes())
+    with fleet.worker(*QUIET):
+        fleet.until(lambda: fleet.count() == 0)
+    assert [("POISON", 3, "worker died", DIED)] == _dead(fleet)
+    assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
+
+
+def test_failures_and_deaths_share_the_attempts(fleet: Fleet, starts):
+    """Two failures and two deaths make four attempts."""
+    fleet.enqueue("FRAGILE", {"file": str(starts), "how": "sigkill"})
+    with fleet.worker(*QUIET, "--processes", "1"):
+        fleet.until(lambda: fleet.count() == 0)
+    assert [("FRAGILE", 4, "worker died", DIED)] == _dead(fleet)
+    assert b"xxxx" == starts.read_bytes()
+
+
+def test_one_attempt_is_one_start(fleet: Fleet, starts):
+    """With max_attempts=1 it never runs again."""
+    _enqueue_around(fleet, "ONCE", starts, "sigkill")
+    with fleet.worker(*QUIET, "--processes", "1", "--concurrency", "1"):
+        fleet.until(lambda: fleet.count() == 0)
+    assert [("ONCE", 1, "worker died", DIED)] == _dead(fleet)
+    assert (b"x", list(range(30))) == (starts.read_bytes(), fleet.done())
+
+
+def test_the_backoff_between_deaths(fleet: Fleet, starts):
+    """The first time it runs again at once; then it waits as after any failure."""
+    fleet.enqueue("PATIENT", {"file": str(starts), "how": "sigkill"})
+    waits = "select attempts, last_error, run_at > now() + interval '30 s' from task"
+    with fleet.worker(*QUIET, "--processes", "1"):
+        fleet.until(lambda: [(2, DIED, True)] == fleet.rows(waits))
+    assert b"xx" == starts.read_bytes()
+
+
+def test_memory_that_runs_out(fleet: Fleet, starts):
+    """Under a limit that is an error like any other; the worker lives."""
+    fleet.enqueue("GLUTTON", {"file": str(starts)})
+    with fleet.worker(*QUIET) as worker:
+        fleet.until(lambda: fleet.count() == 0)
+        assert worker.running
+    [(kind, attempts, reason, error)] = _dead(fleet)
+    assert ("GLUTTON", 2, "failed") == (kind, attempts, reason)
+    assert error.startswith("MemoryError")
+
+
+def test_in_leased_mode(fleet: Fleet, starts):
+    """The lease counts the start; each death costs the length of a lease."""
+    _enqueue_around(fleet, "LEASED_POISON", starts, "sigkill")
+    with fleet.worker(*QUIET, "--processes", "2", "--batch-size", "10"):
+        fleet.until(lambda: fleet.count() == 0, 20)
+    error = (
+        "WorkerDied: the lease of this task ran out: its worker died, stood still or was cut off"
+    )
+    assert [("LEASED_POISON", 2, "worker died", error)] == _dead(fleet)
+    assert (b"xx", list(range(30))) == (starts.read_bytes(), fleet.done())

@@ -1,0 +1,181 @@
+"""The workers' table: what counts as a death and what does not, and who is taken out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+from dead_workers import alive, leave_behind, presences
+from fleet import Fleet
+from leased import Long
+from running import Running
+
+from pgtask_sa.admission import Admission
+from pgtask_sa.presence import Deaths
+from pgtask_sa.settle import Claimed
+from pgtask_sa.solitude import Solitary
+
+QUIET = ("--log-level", "warning", "--idle-interval", "0.2")
+ENTRIES = "select worker_id, task_ids from task_worker order by 1"
+
+
+@pytest.fixture
+def running(db_url) -> Running:
+    return Running(db_url, idle_interval=0.2)
+
+
+def _transactional(running: Running, *, released: bool = False) -> Long:
+    long = Long().register(running, "sync", "A", mode="transactional")
+    if released:
+        long.release.set()
+    return long
+
+
+# -- what counts ----------------------------------------------------------------------------------
+
+
+def test_a_death_is_a_start(running):
+    """The next attempt has the next number."""
+    long = _transactional(running, released=True)
+    running.enqueue("A")
+    leave_behind(running, "A")
+    with running:
+        running.until_empty()
+    assert [2] == long.starts
+
+
+@pytest.mark.parametrize("attempt", [1, 2])
+def test_a_row_that_is_free_before_the_lock_of_its_worker(running, monkeypatch, attempt):
+    """The server ends each connection of a dead worker by itself: look again, for a moment."""
+    monkeypatch.setattr("pgtask_sa.presence.LOOKS", 15 if attempt == 1 else 500)
+    long = _transactional(running, released=True)
+    running.enqueue("A")
+    leave_behind(running, "A")
+    with running:
+        with alive(running):
+            running.until(lambda: any(ids for n, ids in running.rows(ENTRIES) if n != 1))
+            if attempt == 1:  # it lives, whatever became of that claim
+                running.until_empty()
+        running.until_empty()
+    assert [attempt] == long.starts
+
+
+def test_a_server_process_that_is_ended(running):
+    """The task runs elsewhere, uncounted: its worker lives."""
+    running.options["concurrency"] = 1
+    first, other = _transactional(running), Running(running.url, idle_interval=0.2)
+    second = _transactional(other, released=True)
+    with running:
+        running.enqueue("A")
+        running.until(lambda: first.waiting)
+        running.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name like 'pgtask % A'"
+        )
+        with other:
+            other.until_empty()
+        first.release.set()
+    assert ([1], [1]) == (first.starts, second.starts)
+
+
+def test_a_worker_that_is_stopped(running):
+    """What it cuts off is not counted: its end is in order."""
+    running.options["grace"] = 0.1
+    first = _transactional(running)
+    with running:
+        running.enqueue("A")
+        running.until(lambda: first.waiting)
+        running.worker.stop()
+        running.wait()
+    again = Running(running.url)
+    second = _transactional(again, released=True)
+    with again:
+        again.until_empty()
+    first.release.set()
+    assert (3, [1], [1], []) == (running.code, first.starts, second.starts, running.rows(ENTRIES))
+
+
+def test_a_process_that_is_told_to_stop(db_url, tmp_path):
+    """SIGTERM, its grace over: uncounted as well."""
+    fleet = Fleet(db_url, target="poison_tasks:tasks")
+    file = tmp_path / "starts"
+    fleet.enqueue("HANG", {"file": str(file)})
+    with fleet.worker(*QUIET, "--grace", "0.1") as worker:
+        fleet.until(file.exists)
+        worker.terminate()
+        assert 3 == worker.wait(10)
+    with fleet.worker(*QUIET):
+        fleet.until(lambda: fleet.count() == 0)
+    assert ([1], b"xx") == ([n for (n,) in fleet.rows("select pid from done")], file.read_bytes())
+
+
+def test_a_crash_of_the_server(restartable_db_url, restartable_server, tmp_path):
+    """Nobody is to blame, also if the worker died meanwhile."""
+    fleet = Fleet(restartable_db_url, target="poison_tasks:tasks")
+    file = tmp_path / "starts"
+    fleet.enqueue("HANG", {"file": str(file)})
+    with fleet.worker(*QUIET) as worker:
+        fleet.until(file.exists)
+        fleet.rows("select 1 from pg_switch_wal()")  # what was noted is on the disk
+        restartable_server.stop("immediate")
+        os.kill(worker.pid, signal.SIGKILL)
+    restartable_server.start()
+    assert [[1]] == [ids for _, ids in fleet.rows(ENTRIES) if ids]
+    with fleet.worker(*QUIET):
+        fleet.until(lambda: fleet.count() == 0)
+    assert ([1], b"xx") == ([n for (n,) in fleet.rows("select pid from done")], file.read_bytes())
+
+
+def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
+    """Who asks to be alone says first that it runs nothing, lest one death be counted twice."""
+    rested = []
+    presence = SimpleNamespace(note=lambda *_: {7: Deaths(count=1)}, rest=rested.append)
+    face = SimpleNamespace(aside=lambda work: work())
+    policy = SimpleNamespace(max_attempts=10)
+    handlers = {"A": SimpleNamespace(lease=None, policy=policy)}
+    row = {"task_id": 7, "task_type": "A", "attempts": 0, "lease_token": None}
+    admission = Admission(presence, 3, face, None, handlers)
+    with pytest.raises(Solitary, match="7"):
+        admission.admit([Claimed(row, True)])
+    assert [3] == rested
+
+
+# -- who is listed --------------------------------------------------------------------------------
+
+
+def test_a_dead_worker_is_taken_out(running, monkeypatch):
+    """After a while, by a living one; but not as long as what it held is to be counted."""
+    monkeypatch.setattr("pgtask_sa.leases.CARE", 0.05)
+    running.enqueue("UNKNOWN")
+    leave_behind(running, "UNKNOWN", worker_id=1)
+    leave_behind(running, "NONE", worker_id=2)
+    _transactional(running)
+    with running:
+        running.until(lambda: 2 not in [n for n, _ in running.rows(ENTRIES)])
+        assert 1 in [n for n, _ in running.rows(ENTRIES)]
+        running.execute("delete from task")
+        running.until(lambda: 1 not in [n for n, _ in running.rows(ENTRIES)])
+        assert 2 == running.count("task_worker")
+    assert 0 == running.count("task_worker")
+
+
+def test_a_worker_that_lost_its_connection(running, monkeypatch):
+    """It works on, is listed anew, and its tasks are not counted."""
+    monkeypatch.setattr("pgtask_sa.leases.CARE", 0.05)
+    long = _transactional(running)
+    with running:
+        running.enqueue("A")
+        running.until(lambda: long.waiting)
+        [lost] = presences(running)
+        running.execute("select pg_terminate_backend(:pid)", pid=lost)
+        running.execute("delete from task_worker")
+        running.until(lambda: lost not in presences(running) and presences(running))
+        running.until(lambda: 2 <= running.count("task_worker"))
+        running.enqueue("A")
+        running.until(lambda: long.waiting == 2)
+        running.until(lambda: any(ids for _, ids in running.rows(ENTRIES)))
+        long.release.set()
+        running.until_empty()
+    assert [1, 1] == long.starts

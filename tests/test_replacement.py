@@ -1,0 +1,187 @@
+"""What is stuck for good is replaced: a lane, an event loop, a process; and cancelled tasks end."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+from dead_workers import leave_behind
+from fleet import Fleet, events, started
+from leased import Long
+from running import Running
+from sqlalchemy import text
+from waiting import let_pass
+
+from pgtask_sa import TaskRegistry
+from pgtask_sa.crew import Crew
+from pgtask_sa.handlers import DEFAULT_TIMEOUT
+
+
+@pytest.fixture
+def release():
+    """Give an event that lets go of what is stuck, at the latest at the end of the test."""
+    release = threading.Event()
+    yield release
+    release.set()
+
+
+@pytest.fixture
+def running(db_url, monkeypatch) -> Running:
+    for module in ("watchdog", "faces"):
+        monkeypatch.setattr(f"pgtask_sa.{module}.SECOND_GRACE", 0.2)
+    return Running(db_url, idle_interval=0.2)
+
+
+@pytest.mark.parametrize("kind", ["STUCK", "ASYNC_STUCK"])
+def test_a_process_with_a_stuck_handler(db_url, kind):
+    """It finishes what else it runs, ends with code 4, and another takes its place at once."""
+    fleet = Fleet(db_url, target="stuck_tasks:tasks")
+    options = ("--processes", "1", "--concurrency", "2", "--log-format", "json")
+    with fleet.worker(*options, "--idle-interval", "0.2") as worker:
+        started(worker)
+        fleet.enqueue("SLOW", {"i": 1})
+        fleet.enqueue(kind, {})
+        started(worker, times=2)
+        fleet.enqueue("GOOD", {"i": 2})
+        fleet.enqueue("ASYNC_GOOD", {"i": 3})
+        fleet.until(lambda: [1, 2, 3] == fleet.done())
+        worker.terminate()
+        assert 0 == worker.wait(10)
+        assert ([], [4, 0]) == (
+            events(worker, "worker.died"),
+            [event["exit_code"] for event in events(worker, "worker.stopped")],
+        )
+    dead = fleet.rows("select task_type, attempts, reason from dead_task")
+    assert ([(kind, 1, "failed")], 0) == (dead, fleet.count())
+
+
+def test_an_event_loop_that_is_blocked(running, release):
+    """Another one takes its place; what else ran on the old one runs again, uncounted."""
+    long = Long().register(running, "async", mode="transactional", max_attempts=1)
+
+    @running.tasks.handler("BLOCK", max_attempts=1, timeout=0.2)
+    async def block(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        release.wait(30)
+
+    with running:
+        running.enqueue("LONG")
+        running.until(lambda: long.waiting)
+        running.enqueue("BLOCK")
+        running.first("lane.stuck")
+        running.until(lambda: len(long.starts) == 2)
+        long.release.set()
+        running.until_empty()
+        release.set()
+    assert ([1, 1], []) == (long.starts, running.marks())
+    assert [("BLOCK", 1, "failed")] == running.dead()
+    assert (0, ["lane.stuck"]) == (running.code, running.told("lane.stuck"))
+
+
+def test_a_suspect_that_is_stuck_while_it_is_alone(running, release):
+    """It kept all the others out; they come in again when its lane is written off."""
+
+    @running.tasks.handler("SUSPECT", timeout=0.2, max_attempts=5)
+    def suspect(session, params):
+        release.wait(30)
+
+    @running.tasks.handler("GOOD")
+    def good(session, params):
+        session.execute(text("insert into mark values (7)"))
+
+    running.enqueue("SUSPECT")
+    for worker_id in (1, 2):
+        leave_behind(running, "SUSPECT", worker_id=worker_id, alone=False)
+    with running:
+        running.first("lane.stuck")
+        running.enqueue("GOOD")
+        running.until(lambda: [7] == running.marks())
+        release.set()
+
+
+def test_a_stop_while_others_are_kept_out(running, release):
+    """Lanes that wait until a suspect has ended, which runs alone, end themselves."""
+    entered = threading.Event()
+
+    @running.tasks.handler("SUSPECT", max_attempts=5)
+    def suspect(session, params):
+        entered.set()
+        release.wait(30)
+
+    running.enqueue("SUSPECT")
+    for worker_id in (1, 2):
+        leave_behind(running, "SUSPECT", worker_id=worker_id, alone=False)
+    running.options["grace"] = 0.1
+    with running:
+        entered.wait(10)
+        running.enqueue("UNKNOWN")  # the other lane wakes up, and is kept out
+        let_pass(0.3)
+        running.worker.stop()
+        running.wait()
+        names = [thread.name for thread in threading.enumerate()]
+        assert (3, 1) == (running.code, sum(n.startswith("pgtask-lane") for n in names))
+
+
+def test_the_default_deadline():
+    """Five minutes, in the transactional mode; None switches it off."""
+    tasks = TaskRegistry()
+    options = {"A": {}, "B": {"timeout": None}, "C": {"mode": "leased"}, "D": {"timeout": 7}}
+    for name, given in options.items():
+        tasks.handler(name, **given)(lambda session, params: None)
+    assert timedelta(minutes=5) == DEFAULT_TIMEOUT
+    assert [300.0, None, None, 7.0] == [handler.timeout for handler in tasks.handlers.values()]
+
+
+def test_a_slow_task_is_told_of(running, monkeypatch):
+    """When half of its time is over, and once."""
+    monkeypatch.setattr("pgtask_sa.watchdog.WARN_FROM", 0.1)
+    long = Long().register(running, "sync", mode="transactional", timeout=1)
+    with running:
+        running.enqueue("LONG")
+        event = running.first("task.slow")
+        long.release.set()
+        running.until_empty()
+    assert {"task_id": 1, "task_type": "LONG", "limit": 1.0} == event.fields
+    assert "has been running for 0.5 s; it is ended after 1 s" in event.message
+    assert ([1], ["task.slow"]) == (long.starts, running.told("task.slow"))
+
+
+@pytest.mark.parametrize("mode", ["leased", "transactional"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_task_that_is_cancelled(running, monkeypatch, kind, mode):
+    """A coroutine ends at once, a lane with a thread is written off; nothing is written."""
+    crews = []
+    running.options["concurrency"] = 1  # nobody else takes it meanwhile
+    monkeypatch.setattr(Crew, "start", _remembering(Crew.start, crews))
+    long = Long(lambda s, _t: _mark(s, 1), lambda s, _t: _mark(s, 2))
+    long.register(running, kind, mode=mode, max_attempts=1)
+    with running:
+        running.enqueue("LONG")
+        running.until(lambda: long.waiting)
+        running.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and state = 'idle in transaction'"
+        )
+        running.execute("delete from task")
+        crews[0].cancel(1)
+        if kind == "async":
+            running.until(lambda: not long.waiting)
+        else:
+            running.first("lane.stuck")
+        long.release.set()
+    assert ([1], [], 0, []) == (long.starts, running.marks(), running.count(), running.dead())
+    quiet = {"worker.started", "worker.stopping", "lane.stuck", "worker.stopped", "session.close"}
+    assert set() == set(running.told()) - quiet
+
+
+def _remembering(start, crews):
+    def remember(crew):
+        crews.append(crew)
+        start(crew)
+
+    return remember
+
+
+def _mark(session, i):
+    session.execute(text("insert into mark values (:i)"), {"i": i})
