@@ -38,7 +38,7 @@ CALLS = (
     "select coalesce(sum(calls), 0), coalesce(sum(total_exec_time), 0)"
     " from pg_stat_statements where query like :pattern"
 )
-PATTERNS = {"claims": "DELETE FROM task WHERE%", "notes": "UPDATE task_worker SET %task_ids%"}
+PATTERNS = {"claims": "%DELETE FROM task WHERE%", "notes": "UPDATE task_worker SET %task_ids%"}
 
 
 @dataclass(frozen=True)
