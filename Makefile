@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench matrix
+.PHONY: help demo test check bench soak matrix
 
 help: ## show this list
 	@echo "make <command> [ARGS=\"..\"] [PYTHON=python3.12]"
@@ -30,6 +30,9 @@ check: $(READY) ## lint, formatting, types, import rules
 
 bench: $(READY) ## measure against the same work in bare psycopg
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
+
+soak: $(READY) ## ten minutes of steady load while a snapshot is held; ARGS="--seconds 60 --rate 200"
+	@$(BIN)/python tests/benchmarks/soak.py $(ARGS)
 
 matrix: $(READY) ## run the tests on each SQLAlchemy and PostgreSQL that this machine offers
 	@$(BIN)/python tests/matrix.py $(ARGS)

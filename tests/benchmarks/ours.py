@@ -72,6 +72,10 @@ def handlers(tally: Tally) -> TaskRegistry:
     def noop(session: TaskSession, params: dict[str, Any]) -> None:
         tally.hit()
 
+    @tasks.handler("async_noop")
+    async def async_noop(session: Any, params: dict[str, Any]) -> None:
+        tally.hit()
+
     @tasks.handler("row")
     def row(session: TaskSession, params: dict[str, Any]) -> None:
         session.execute(ROW, params)
