@@ -46,6 +46,11 @@ column, no lease, no clock. The whole statement, for one task::
 7.  Columns by name: ``returning *`` would break the prepared statements of running workers when
     a migration adds a column. RETURNING does not keep the order, so the worker sorts again.
 
+In fact (2) to (6) stand in a materialized CTE before the DELETE, which is evaluated once as well. It
+carries one thing more: whether ``xmax`` of a row was set before we locked it. If it was, another
+transaction had locked or deleted the row, and came to nothing: perhaps its worker died. See
+`presence`.
+
 The two literal orders, ``random`` and ``tablesample``, are the same statement around
 ``order by random()``, with an optional CASE before it. They are simple and exact, and they read
 the whole queue (or a sample of it) on every claim.
@@ -62,6 +67,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from sqlalchemy import (
     REAL,
     BigInteger,
+    Boolean,
     ColumnElement,
     DateTime,
     Executable,
@@ -97,6 +103,11 @@ Now: TypeAlias = "ColumnElement[Any]"
 APPLICATION_NAME = "pgtask"
 # Under these names it travels:
 ROW_VERSION, BACKEND_PID, BEGUN_AT = "pgtask_version", "pgtask_pid", "pgtask_begun"
+TOUCHED = "pgtask_touched"
+
+# The last transaction that locked or deleted a row leaves its number there, also if it came to
+# nothing. To be read before the row is locked: then it is our own.
+IS_TOUCHED = literal_column("xmax <> '0'::xid", Boolean).label("touched")
 
 # Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
@@ -157,9 +168,10 @@ def fair_claim(table: Table, limit: int, *, due_first: bool, now: Now | None = N
     due = [_due(table, kinds.c.kind, limit, server_now() if now is None else now)]
     branches = due + lottery if due_first else lottery + due
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
-    wrapped = [select(b.correlate(kinds).subquery().c.task_id) for b in branches]
+    wrapped = [select(b.correlate(kinds).subquery()) for b in branches]
     picked = union_all(*wrapped).lateral("picked")
-    chosen = select(picked.c.task_id).select_from(kinds.join(picked, true())).limit(_literal(limit))
+    found = select(picked.c.task_id, picked.c.touched).select_from(kinds.join(picked, true()))
+    chosen = found.limit(_literal(limit))
     return _take(table, chosen, limit)
 
 
@@ -186,7 +198,7 @@ def sampled_claim(
 def claim_by_id(table: Table) -> Executable:
     """Claim one certain task, ``:task_id``, unless somebody else holds it."""
     chosen = (
-        select(table.c.task_id)
+        select(table.c.task_id, IS_TOUCHED)
         .where(table.c.task_id == bindparam("task_id"))
         .with_for_update(skip_locked=True)
     )
@@ -246,7 +258,7 @@ def _lottery(table: Table, kind: ColumnElement[Any], limit: int) -> list[Select[
     pivot = cast(bindparam("pivot"), REAL)
     halves = (table.c.ticket >= pivot, table.c.ticket < pivot)
     return [
-        select(table.c.task_id)
+        select(table.c.task_id, IS_TOUCHED)
         .where(table.c.task_type == kind, table.c.run_at.is_(None), half)
         .order_by(table.c.ticket)
         .limit(_literal(limit))
@@ -257,7 +269,7 @@ def _lottery(table: Table, kind: ColumnElement[Any], limit: int) -> list[Select[
 
 def _due(table: Table, kind: ColumnElement[Any], limit: int, now: Now) -> Select[Any]:
     return (
-        select(table.c.task_id)
+        select(table.c.task_id, IS_TOUCHED)
         .where(table.c.task_type == kind, table.c.run_at.between(LONG_AGO, now))
         .order_by(table.c.run_at)
         .limit(_literal(limit))
@@ -272,7 +284,7 @@ def _shuffled(
     moment = server_now() if now is None else now
     order = [func.random()] if not ranks else [_rank_case(c.task_type, ranks), func.random()]
     return (
-        select(c.task_id)
+        select(c.task_id, IS_TOUCHED)
         .where(c.task_type == any_(_types(table)), or_(c.run_at.is_(None), c.run_at <= moment))
         .order_by(*order)
         .limit(_literal(limit))
@@ -286,8 +298,10 @@ def _rank_case(task_type: ColumnElement[Any], ranks: Mapping[str, int]) -> Colum
 
 
 def _take(table: Table, chosen: Select[Any], limit: int) -> Executable:
-    ids = func.array(chosen.scalar_subquery(), type_=ARRAY(table.c.task_id.type))
-    returned = claim_columns(table)
+    found = chosen.cte("chosen").prefix_with("MATERIALIZED")
+    ids = func.array(select(found.c.task_id).scalar_subquery(), type_=ARRAY(table.c.task_id.type))
+    touched = select(func.bool_or(found.c.touched)).scalar_subquery()
+    returned = [*claim_columns(table), touched.label(TOUCHED)]
     if limit == 1:
         returned.append(_announce(table))
     taken = delete(table).where(table.c.task_id == any_(ids))

@@ -38,7 +38,7 @@ from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
 
 RENEWALS = 3  # in the length of a lease
-CARE = 15.0  # seconds between two looks after the workers' table
+CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
 
 

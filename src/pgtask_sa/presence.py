@@ -34,7 +34,7 @@ from sqlalchemy import Connection, Engine, Executable, Table
 from sqlalchemy.dialects import postgresql
 
 from pgtask_sa import presence_statements as statements
-from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION, TOUCHED
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.settle import Claimed
@@ -42,7 +42,7 @@ from pgtask_sa.settle import Claimed
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
 LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
-_NOTE = b"pgtask_note"
+_NOTE, _NOTE_UNTOUCHED = b"pgtask_note", b"pgtask_note_untouched"
 POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
     "without a limit; give --direct-url"
@@ -79,8 +79,11 @@ class Presence:
         self._lock = threading.Lock()
         self._told = False
         self._lanes = 0
+        self._dead_are_waiting = True  # to be counted; as far as we know
         self._flying: set[int] = set()  # lanes whose rows are not empty
-        self._note = _Numbered(statements.note_claim(task))
+        self._places: dict[int, str] = {}  # where each lane's row is in the table
+        self._note = _Numbered(statements.note_claim(task), _NOTE)
+        self._note_untouched = _Numbered(statements.note_untouched(task), _NOTE_UNTOUCHED)
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -106,8 +109,10 @@ class Presence:
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
+        look = self._dead_are_waiting or first.get(TOUCHED, True)
+        given = ids, versions, first[BACKEND_PID], first[BEGUN_AT]
         with self._lock, self._anew_after_an_error():
-            met = self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
+            met = self._send(lane, *given, look=look)
             self._flying.add(lane)
         return self._deaths(ids, versions) if met else {}
 
@@ -115,7 +120,7 @@ class Presence:
         """Note that a lane runs nothing, if that is news."""
         if lane in self._flying:
             with self._lock, self._anew_after_an_error():
-                self._send(lane, [], [], None, None)
+                self._send(lane, [], [], None, None, look=False)
                 self._flying.discard(lane)
 
     def is_flying(self, lane: int | None) -> bool:
@@ -125,12 +130,18 @@ class Presence:
     # -- the whole worker ------------------------------------------------------------------------
 
     def look_after(self) -> None:
-        """Say that this worker lives, and take out the dead whose claims have been counted."""
+        """Take out the dead whose claims have been counted, and see whether others are left.
+
+        And say that this worker lives, for those who cannot look at its lock.
+        """
+        me = {"worker_id": self.worker_id}
         with self._lock, self._anew_after_an_error():
             connection = self._connected()
-            connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
-            me = {"worker_id": self.worker_id}
             connection.execute(statements.dismiss_dead(self.task), me)
+            left = connection.execute(statements.any_dead(self.task), me)
+            self._dead_are_waiting = bool(left.scalar())
+            if not self._is_direct:
+                connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
 
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
@@ -169,13 +180,15 @@ class Presence:
         if self._is_direct:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
-            _check(self._driver.pgconn.prepare(_NOTE, self._note.text))
+            for each in (self._note, self._note_untouched):
+                _check(self._driver.pgconn.prepare(each.name, each.text))
         elif not self._told:
             self._told = True
             self.events.emit("presence.pooled", POOLED, level=logging.WARNING)
         self._write_lanes(connection, range(1, self._lanes + 1))
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
+        self._places.clear()
         me = {"worker_id": self.worker_id, "host": socket.gethostname(), "pid": os.getpid()}
         rows = [{**me, "lane": lane, "is_direct": self._is_direct} for lane in lanes]
         if rows:
@@ -190,8 +203,13 @@ class Presence:
 
     # -- the statement of each claim ---------------------------------------------------------------
 
-    def _send(self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any) -> bool:
-        """Write a lane's row; True if another worker's entry names one of the tasks."""
+    def _send(
+        self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any, *, look: bool
+    ) -> bool:
+        """Write a lane's row; True if ``look`` and another worker's entry names one of the tasks.
+
+        Nobody else's can name a row that no other transaction has ever locked.
+        """
         values = {
             "worker_id": self.worker_id,
             "lane": lane,
@@ -202,22 +220,36 @@ class Presence:
         }
         was_open = self._connection is not None
         try:
-            rows = self._execute(values)
+            rows = self._write(values, look=look)
         except psycopg.OperationalError:
             if not was_open:
                 raise
             self._close()  # it may have been lost long ago, unnoticed
-            rows = self._execute(values)
+            rows = self._write(values, look=look)
         if not rows:  # somebody took this worker for dead and its rows out
             self._write_lanes(self._connected(), range(1, self._lanes + 1))
-            rows = self._execute(values)
+            rows = self._write(values, look=look)
         return rows[0] is not None
 
-    def _execute(self, values: dict[str, Any]) -> list[bytes | None]:
+    def _write(self, values: dict[str, Any], *, look: bool) -> list[bytes | None]:
+        """Write a lane's row; nothing comes back if there is none, else who else had these."""
         self._connected()
-        given = self._note.parameters(values)
-        result = _check(self._driver.pgconn.exec_prepared(_NOTE, given))
-        return [result.get_value(row, 0) for row in range(result.ntuples)]
+        lane = values["lane"]
+        place = None if look else self._places.get(lane)
+        if place is not None:
+            result = self._execute(self._note_untouched, {**values, "place": place})
+            if result.ntuples:
+                self._places[lane] = result.get_value(0, 0).decode()
+                return [None]
+        result = self._execute(self._note, values)
+        if not result.ntuples:
+            return []
+        self._places[lane] = result.get_value(0, 0).decode()
+        return [result.get_value(0, 1)]
+
+    def _execute(self, note: _Numbered, values: dict[str, Any]) -> Any:
+        pgconn = self._driver.pgconn
+        return _check(pgconn.exec_prepared(note.name, note.parameters(values)))
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
         """Tell which of the workers that had claimed these rows before are dead.
@@ -245,7 +277,8 @@ class Presence:
 class _Numbered:
     """A statement as libpq takes it: ``$1`` in the text, and values as bytes in that order."""
 
-    def __init__(self, statement: Executable) -> None:
+    def __init__(self, statement: Executable, name: bytes) -> None:
+        self.name = name
         compiled: Any = statement.compile(dialect=_NUMBERED)  # type: ignore[attr-defined]
         self.text: bytes = compiled.string.encode()
         self.names: list[str] = compiled.positiontup

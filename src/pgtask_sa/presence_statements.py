@@ -29,6 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.dialects.postgresql import insert as pg_insert
+from sqlalchemy.types import UserDefinedType
 
 from pgtask_sa.presence_table import LOCK_CLASS, worker_table
 from pgtask_sa.rows import quoted
@@ -77,6 +78,32 @@ def note_claim(task: Table) -> Update:
         .where(other.c.worker_id != MINE, other.c.task_ids.overlap(TASK_IDS))
         .scalar_subquery()
     )
+    return _note(table).returning(_place(table), others)
+
+
+def note_untouched(task: Table) -> Update:
+    """Note what a lane has claimed, where nobody can have claimed it before; ``:place`` is its row.
+
+    It neither reads the table nor walks an index: while somebody holds a snapshot, each note leaves
+    a dead row behind in both.
+    """
+    table = worker_table(task)
+    here = literal_column(f"{quoted(table)}.ctid") == cast(bindparam("place"), _Tid)
+    return _note(table).where(here).returning(_place(table))
+
+
+class _Tid(UserDefinedType[str]):
+    cache_ok = True
+
+    def get_col_spec(self, **_: Any) -> str:
+        return "tid"
+
+
+def _place(table: Table) -> ColumnElement[Any]:
+    return cast(literal_column(f"{quoted(table)}.ctid"), Text).label("place")
+
+
+def _note(table: Table) -> Update:
     noted = update(table).values(
         task_ids=TASK_IDS,
         row_versions=ROW_VERSIONS,
@@ -85,7 +112,7 @@ def note_claim(task: Table) -> Update:
         seen_at=_clock(),
     )
     mine = and_(table.c.worker_id == MINE, table.c.lane == bindparam("lane", type_=Integer))
-    return noted.where(mine).returning(others)
+    return noted.where(mine)
 
 
 def _holdings(ids: Any, versions: Any, name: str) -> Any:
@@ -140,6 +167,15 @@ def note_alive(task: Table) -> Update:
     """Note that ``:me`` was alive just now; for those who cannot look at its lock."""
     table = worker_table(task)
     return update(table).where(table.c.worker_id == ME).values(seen_at=_clock())
+
+
+def any_dead(task: Table) -> Select[Any]:
+    """Ask whether there is an entry of a dead worker that names tasks."""
+    table = worker_table(task)
+    names_some = func.cardinality(table.c.task_ids) > 0
+    today = table.c.server_started_at == func.pg_postmaster_start_time()
+    dead = (table.c.worker_id != MINE, names_some, today, table.c.is_direct, _is_gone(table))
+    return select(exists(select(literal_column("1")).select_from(table).where(*dead)))
 
 
 def dismiss(task: Table) -> Delete:
