@@ -105,9 +105,14 @@ class Keeper(threading.Thread):
     def _look_after(self) -> float:
         try:
             self.presence.look_after()
-        except Exception as error:  # noqa: BLE001 - the lanes tell when the database is away
-            self.events.emit("presence", headline(error), level=logging.DEBUG)
+        except Exception as error:  # noqa: BLE001
+            self._tell("presence", error)
         return CARE
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Tell of an error; the lanes tell when the database is away, anything else is a fault."""
+        level = logging.DEBUG if is_blameless(error) else logging.ERROR
+        self.events.emit(name, headline(error), level=level)
 
     def _prolong(self, lease: Lease) -> float:
         """Renew one lease; return the seconds until the next time."""
@@ -116,7 +121,7 @@ class Keeper(threading.Thread):
             with self.engine.begin() as connection:
                 found = connection.execute(self._renew, key).first()
         except Exception as error:  # noqa: BLE001
-            self.events.emit("lease.renew", headline(error), level=logging.DEBUG)
+            self._tell("lease.renew", error)
             return min(1.0, lease.seconds / RENEWALS)
         if found is None:
             self.drop(lease)
