@@ -46,8 +46,8 @@ column, no lease, no clock. The whole statement, for one task::
 7.  Columns by name: ``returning *`` would break the prepared statements of running workers when
     a migration adds a column. RETURNING does not keep the order, so the worker sorts again.
 
-In fact (2) to (6) stand in a materialized CTE before the DELETE, which is evaluated once as well. It
-carries one thing more: whether ``xmax`` of a row was set before we locked it. If it was, another
+In fact (2) to (6) stand in a materialized CTE before the DELETE, which is evaluated once as well.
+It carries one thing more: whether ``xmax`` of a row was set before we locked it. If it was, another
 transaction had locked or deleted the row, and came to nothing: perhaps its worker died. See
 `presence`.
 

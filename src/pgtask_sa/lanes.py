@@ -236,7 +236,7 @@ class SyncLane(threading.Thread):
         try:
             return execution.sweep()
         except Solitary as demand:
-            if gate.close(demand.seconds):
+            if gate.close(self, demand.seconds):
                 self._run_alone(execution, demand.task_ids)
             return 1  # there is work
         finally:
@@ -249,7 +249,7 @@ class SyncLane(threading.Thread):
             if not self._over():
                 execution.sweep_alone(task_ids)
         finally:
-            self.shared.gate.open()
+            self.shared.gate.open(self)
 
     def _sleep(self) -> None:
         self._woken.clear()
@@ -336,7 +336,7 @@ class AsyncLane:
         try:
             return await connection.run_sync(lambda _connection: execution.sweep())
         except Solitary as demand:
-            if gate.close(demand.seconds):
+            if gate.close(self, demand.seconds):
                 await self._run_alone(connection, execution, demand.task_ids)
             return 1  # there is work
         finally:
@@ -351,7 +351,7 @@ class AsyncLane:
             if not self._over():
                 await connection.run_sync(lambda _connection: execution.sweep_alone(task_ids))
         finally:
-            self.shared.gate.open()
+            self.shared.gate.open(self)
 
     async def _sleep(self) -> None:
         if self.shared.presence.is_flying(self.entry):

@@ -31,13 +31,14 @@ from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
-from pgtask_sa.failures import comes_from, headline, is_blameless
+from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
 
 RENEWALS = 3  # in the length of a lease
+UNDEFINED_TABLE = "42P01"
 CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
 
@@ -104,9 +105,16 @@ class Keeper(threading.Thread):
         return None
 
     def _look_after(self) -> float:
-        with suppress(Exception):  # the lanes tell when the database is away
+        try:
             self.presence.look_after()
+        except Exception as error:  # noqa: BLE001
+            self._tell("presence", error)
         return CARE
+
+    def _tell(self, name: str, error: Exception) -> None:
+        """Tell of an error; the lanes tell when the database is away, anything else is a fault."""
+        if not is_blameless(error) and sqlstate(error) != UNDEFINED_TABLE:
+            self.events.emit(name, headline(error), level=logging.ERROR)
 
     def _prolong(self, lease: Lease) -> float:
         """Renew one lease; return the seconds until the next time."""
@@ -115,7 +123,7 @@ class Keeper(threading.Thread):
             with self.engine.begin() as connection:
                 found = connection.execute(self._renew, key).first()
         except Exception as error:  # noqa: BLE001
-            self.events.emit("lease.renew", headline(error), level=logging.DEBUG)
+            self._tell("lease.renew", error)
             return min(1.0, lease.seconds / RENEWALS)
         if found is None:
             self.drop(lease)

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Update,
     and_,
     bindparam,
+    case,
     cast,
     column,
     delete,
@@ -60,6 +61,10 @@ def enlist(task: Table) -> Insert:
         worker_id=MINE, server_started_at=func.pg_postmaster_start_time(), **given
     )
     renewed = {name: row.excluded[name] for name in ("server_started_at", "is_direct")}
+    # what ran before the server was started anew does not count
+    same = table.c.server_started_at == row.excluded.server_started_at
+    for name in ("task_ids", "row_versions"):
+        renewed[name] = case((same, table.c[name]), else_=row.excluded[name])
     return row.on_conflict_do_update(
         index_elements=["worker_id", "lane"], set_={**renewed, "seen_at": _clock()}
     )

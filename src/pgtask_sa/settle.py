@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Executable, RowMapping, Table
 from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import statements
-from pgtask_sa.claim import claim_by_force, claim_by_id
+from pgtask_sa.claim import ROW_VERSION, claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import describe, headline, is_blameless
@@ -275,7 +275,9 @@ class Settler:
                 self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
             return
         found = self.reclaim(claimed.task_id)
-        if found or self._must_come_back(lost):
+        if found and found[0].values[ROW_VERSION] == claimed.values[ROW_VERSION]:
+            self.fail(claimed, error)  # which knows more than the row: who has died of it
+        elif found or self._must_come_back(lost):
             self.fail(found[0] if found else claimed, error)
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:

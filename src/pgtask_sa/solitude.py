@@ -36,7 +36,7 @@ class Gate:
 
     Example:
         >>> gate = Gate()
-        >>> gate.enter("one"), gate.close(60)
+        >>> gate.enter("one"), gate.close("one", 60)
         (True, True)
         >>> gate.enter("two"), gate.must_wait()
         (False, False)
@@ -46,6 +46,7 @@ class Gate:
         self._lock = threading.Lock()
         self._inside: set[Hashable] = set()
         self._closed_until = 0.0
+        self._owner: Hashable = None
 
     def enter(self, lane: Hashable) -> bool:
         """Let a lane in that is about to claim; False when it has to wait."""
@@ -65,19 +66,20 @@ class Gate:
             if not self._inside:  # who was alone is written off, and does not open
                 self._closed_until = 0.0
 
-    def close(self, seconds: float) -> bool:
-        """Keep everybody else out for a while; False when somebody else does so already."""
+    def close(self, lane: Hashable, seconds: float) -> bool:
+        """Keep all but one lane out for a while; False when another lane does so already."""
         with self._lock:
             if self._is_closed():
                 return False
-            self._closed_until = time.monotonic() + seconds
+            self._owner, self._closed_until = lane, time.monotonic() + seconds
             return True
 
     def must_wait(self) -> bool:
         """Say whether others are still inside, and it pays to wait for their end."""
         return len(self._inside) > 1 and self._is_closed()
 
-    def open(self) -> None:
-        """Let everybody in again."""
+    def open(self, lane: Hashable) -> None:
+        """Let everybody in again, unless it is another lane by now that keeps them out."""
         with self._lock:
-            self._closed_until = 0.0
+            if self._owner == lane:
+                self._closed_until = 0.0

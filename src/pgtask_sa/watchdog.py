@@ -24,11 +24,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from sqlalchemy import Connection, Engine
 
-from pgtask_sa.claim import BACKEND_PID
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.execution import Execution, timed_out
 from pgtask_sa.failures import headline
@@ -256,7 +257,9 @@ class Watchdog(threading.Thread):
     def _seize(settler: Settler, execution: Execution, claimed: Claimed) -> list[Claimed]:
         if execution.lease is not None:
             return take_over(settler, execution.lease, _own_process(execution.connection))
-        return settler.seize(claimed.task_id, claimed.values[BACKEND_PID])
+        row = claimed.values
+        seized = settler.seize(claimed.task_id, row[BACKEND_PID], row[BEGUN_AT])
+        return [replace(each, uncounted=claimed.uncounted) for each in seized]
 
 
 def _own_process(connection: Connection) -> int | None:
