@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench matrix
+.PHONY: help demo test check bench matrix soak
 
 help: ## show this list
 	@echo "make <command> [ARGS=\"..\"] [PYTHON=python3.12]"
@@ -33,6 +33,9 @@ bench: $(READY) ## measure against the same work in bare psycopg
 
 matrix: $(READY) ## run the tests on each SQLAlchemy and PostgreSQL that this machine offers
 	@$(BIN)/python tests/matrix.py $(ARGS)
+
+soak: $(READY) ## run for ten minutes what the tests try for half a minute
+	@PGTASK_MODEL_SECONDS=600 $(BIN)/python -m pytest -s tests/test_model.py $(ARGS)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \

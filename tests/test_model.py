@@ -431,6 +431,8 @@ class QueueMachine(RuleBasedStateMachine):
         job = self.jobs[task_id]
         work = self.work[lane] = Work(outcome="done" if lane.answers_itself else None)
         self.current[lane] = task_id
+        if lane in self.disturbed and job.holder is not lane:
+            return  # it does not know yet that its transaction is lost: for nothing, again
         if job.is_leased:
             job.owner = lane
             job.fates = {fate for fate in job.fates if fate.place == "leased"}

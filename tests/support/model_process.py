@@ -131,6 +131,8 @@ class Process:
         """Clear away what is left in this Python process."""
         if not self.is_dead:
             self.presence.leave()
+        for lane in self.lanes:
+            lane.disconnect()
         self.engine.dispose()
 
 
@@ -224,7 +226,7 @@ class Lane:
                 self.process.presence.rest(self.entry)
         except BaseException as raised:
             error = raised
-            self._disconnect()
+            self.disconnect()
         finally:
             del self.process.threads[threading.get_ident()]
         self.log.append(("end", error))
@@ -251,8 +253,8 @@ class Lane:
         self.execution = execution
         self._leased = LeasedRuns(execution, process.keeper)
 
-    def _disconnect(self) -> None:
-        """Give no connection back that met an error."""
+    def disconnect(self) -> None:
+        """Give no connection back: it met an error, or is not used any more."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.invalidate()
