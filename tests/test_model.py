@@ -271,8 +271,10 @@ class QueueMachine(RuleBasedStateMachine):
         self._claim(_pick(self._idle(), pick), fault)
 
     @precondition(lambda self: self._idle())
-    @rule(pick=picks)
-    def claim_undisturbed(self, pick: int) -> None:
+    @rule(pick=picks, kind=st.sampled_from(list(BUDGET)))
+    def claim_undisturbed(self, pick: int, kind: str) -> None:
+        if not self.database.look().ready:
+            self.enqueue_and_commit(kind=kind)
         self._claim(_pick(self._idle(), pick))
 
     def _claim(self, lane: Lane, fault: Fault | None = None) -> None:
@@ -288,7 +290,9 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._able())
     @rule(pick=picks)
     def handler_writes(self, pick: int) -> None:
-        lane = _pick(self._able(), pick)
+        self._write(_pick(self._able(), pick))
+
+    def _write(self, lane: Lane) -> None:
         self.serial += 1
         given = {"task_id": self.current[lane], "n": self.serial}
         self._go_on(lane, lambda session: session.execute(WRITE, given))
@@ -342,9 +346,16 @@ class QueueMachine(RuleBasedStateMachine):
             work.undo()
 
     @precondition(lambda self: self._blocked())
-    @rule(pick=picks, how=st.sampled_from(["return", *ENDINGS]), fault=faults)
-    def handler_ends(self, pick: int, how: str, fault: Fault | None) -> None:
+    @rule(
+        pick=picks,
+        how=st.sampled_from(["return", *ENDINGS]),
+        fault=st.none() | faults,
+        writes=st.booleans(),
+    )
+    def handler_ends(self, pick: int, how: str, fault: Fault | None, writes: bool) -> None:
         lane = _pick(self._blocked(), pick)
+        if writes and lane in self._able():
+            self._write(lane)
         if how == "race" and (self.work[lane].has_swallowed or lane in self.disturbed):
             how = "fail"
         outcome = self.work[lane].returns() if how == "return" else OUTCOMES.get(how, how)
