@@ -499,6 +499,8 @@ class QueueMachine(RuleBasedStateMachine):
         self._rolled_back(lane)
         if error is not None and lane not in self.disturbed:
             raise AssertionError(f"a lane failed: {error!r}") from error
+        if lane in self.disturbed:
+            lane.disconnect()  # it may not know yet that its connection is lost
         self.disturbed.discard(lane)
 
     def _rolled_back(self, lane: Lane) -> None:
