@@ -132,6 +132,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.work: dict[Lane, Work] = {}
         self.disturbed: set[Lane] = set()  # whose connection was cut, or whose task was taken
         self.owed: dict[Lane, list[int]] = {}
+        self.outcomes: dict[tuple[Lane, int], str] = {}  # also of those that did not count
         self.serial = 0
         self.tasks = TaskRegistry()
         for name, attempts in BUDGET.items():
@@ -374,7 +375,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _end(self, lane: Lane, outcome: str, order: Any, fault: Fault | None = None) -> None:
         job, work = self._job(lane), self.work[lane]
-        work.outcome = outcome
+        work.outcome = self.outcomes[lane, job.task_id] = outcome
         lane.obey(order, replace(fault) if fault else None)
         if job.is_leased and job.owner is lane:
             hit = any(entry[0] in ("cut", "crash") for entry in lane.log)
@@ -467,7 +468,8 @@ class QueueMachine(RuleBasedStateMachine):
         for task_id, work in batch.items():
             self._settled(self.jobs[task_id], work)
         if not batch and self.owed.get(lane):
-            self._paid(self.jobs[self.owed[lane].pop(0)])
+            job = self.jobs[self.owed[lane].pop(0)]
+            self._paid(job, self.outcomes.get((lane, job.task_id), "fail"))
 
     def _settled(self, job: Job, work: Work | None) -> None:
         fate, deaths = job.fate, self._deaths(job)
@@ -482,11 +484,13 @@ class QueueMachine(RuleBasedStateMachine):
             self._born(work.kept_children if work.outcome == "done" else [])
         job.settle(fates | self._merged(job, fates))
 
-    def _paid(self, job: Job) -> None:
+    def _paid(self, job: Job, outcome: str) -> None:
         """Note that a lane counted an attempt afterwards, if the task was free."""
         if not (job.is_waiting() and job.fate.place == "waiting"):
             return
-        failed = {job.failed(job.fate, job.fate.attempts + self._deaths(job) + 1)}
+        attempt = job.fate.attempts + self._deaths(job) + 1
+        outcome = outcome if outcome in ("discard", "snooze") else "fail"
+        failed = {job.after(job.fate, outcome, attempt, [])}
         if not self._shared(job):
             job.settle(failed | self._merged(job, failed))
 
