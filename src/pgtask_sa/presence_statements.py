@@ -60,7 +60,9 @@ def enlist(task: Table) -> Insert:
     row = pg_insert(table).values(
         worker_id=MINE, server_started_at=func.pg_postmaster_start_time(), **given
     )
-    renewed = {name: row.excluded[name] for name in ("server_started_at", "is_direct")}
+    renewed: dict[str, Any] = {
+        name: row.excluded[name] for name in ("server_started_at", "is_direct")
+    }
     # what ran before the server was started anew does not count
     same = table.c.server_started_at == row.excluded.server_started_at
     for name in ("task_ids", "row_versions"):

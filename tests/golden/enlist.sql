@@ -1,2 +1,2 @@
 INSERT INTO task_worker (worker_id, lane, host, pid, server_started_at, is_direct) VALUES (%(worker_id)s::INTEGER, %(lane)s::INTEGER, %(host)s::VARCHAR, %(pid)s::INTEGER, pg_postmaster_start_time(), %(is_direct)s) ON CONFLICT (worker_id, lane) DO UPDATE
-SET server_started_at = excluded.server_started_at, seen_at = statement_timestamp(), is_direct = excluded.is_direct
+SET server_started_at = excluded.server_started_at, seen_at = statement_timestamp(), is_direct = excluded.is_direct, task_ids = CASE WHEN (task_worker.server_started_at = excluded.server_started_at) THEN task_worker.task_ids ELSE excluded.task_ids END, row_versions = CASE WHEN (task_worker.server_started_at = excluded.server_started_at) THEN task_worker.row_versions ELSE excluded.row_versions END
