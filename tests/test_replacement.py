@@ -13,8 +13,8 @@ from running import Running
 from sqlalchemy import text
 from waiting import let_pass
 
-from pgtask_sa import TaskRegistry
-from pgtask_sa.crew import Crew
+from pgtask_sa import Task, TaskRegistry
+from pgtask_sa.cancel import Canceller
 from pgtask_sa.handlers import DEFAULT_TIMEOUT
 
 
@@ -149,38 +149,25 @@ def test_a_slow_task_is_told_of(running, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["leased", "transactional"])
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_task_that_is_cancelled(running, monkeypatch, kind, mode):
-    """A coroutine ends at once, a lane with a thread is written off; nothing is written."""
-    crews = []
+def test_a_task_that_is_cancelled(running, kind, mode):
+    """The worker hears of it: a coroutine ends at once, a lane with a thread is written off."""
     running.options["concurrency"] = 1  # nobody else takes it meanwhile
-    monkeypatch.setattr(Crew, "start", _remembering(Crew.start, crews))
     long = Long(lambda s, _t: _mark(s, 1), lambda s, _t: _mark(s, 2))
     long.register(running, kind, mode=mode, max_attempts=1)
     with running:
         running.enqueue("LONG")
         running.until(lambda: long.waiting)
-        running.execute(
-            "select pg_terminate_backend(pid) from pg_stat_activity"
-            " where datname = current_database() and state = 'idle in transaction'"
-        )
-        running.execute("delete from task")
-        crews[0].cancel(1)
+        with running.admin.connect() as connection:
+            assert Canceller(connection, Task).cancel(1).is_done
         if kind == "async":
             running.until(lambda: not long.waiting)
         else:
             running.first("lane.stuck")
         long.release.set()
-    assert ([1], [], 0, []) == (long.starts, running.marks(), running.count(), running.dead())
+    assert ([1], [], 0) == (long.starts, running.marks(), running.count())
+    assert [("LONG", int(mode == "leased"), "cancelled")] == running.dead()
     quiet = {"worker.started", "worker.stopping", "lane.stuck", "worker.stopped", "session.close"}
     assert set() == set(running.told()) - quiet
-
-
-def _remembering(start, crews):
-    def remember(crew):
-        crews.append(crew)
-        start(crew)
-
-    return remember
 
 
 def _mark(session, i):

@@ -327,7 +327,7 @@ class Crew:
             execution = lane.execution
             claimed = execution.running if execution is not None else None
             if execution is not None and claimed is not None and claimed.task_id == task_id:
-                execution.settled = claimed
+                execution.settled = execution.expired = claimed
                 self._stop_handler(lane, claimed)
 
     def _lease_lost(self, lease: Lease) -> None:
