@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from sqlalchemy import URL, Engine, create_engine
@@ -34,6 +34,7 @@ from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.supervisor import REPLACE_ME, Supervisor
+from pgtask_sa.worker_arguments import make_parser, ranks_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -297,58 +298,6 @@ def load_registry(target: str) -> TaskRegistry:
     return found
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pgtask_sa.worker",
-        description="Run the tasks that wait in the task table.",
-        epilog="Exit codes: 0 clean end, 1 cannot start, 2 wrong usage, 3 running tasks were cut "
-        "off (they are back in the table).",
-    )
-    add = parser.add_argument
-    add("tasks", metavar="PACKAGE.MODULE:NAME", help="where the TaskRegistry is")
-    add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
-    add("--direct-url", help="the same without the pooler; default: DATABASE_DIRECT_URL")
-    add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
-    add("--processes", type=int, help="child processes, replaced when they die (none: work here)")
-    add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
-    add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
-    add(
-        "--priority",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TYPE=RANK",
-        help="lower ranks go first",
-    )
-    add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
-    add("--drain", action="store_true", help="stop when nothing is left to claim")
-    add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")
-    add("--idle-interval", type=float, default=5.0, help="seconds between looks when idle (5)")
-    add(
-        "--report-interval",
-        type=float,
-        default=60.0,
-        help="seconds between reports of types without a handler (60)",
-    )
-    add("--log-level", default=None, help="DEBUG, INFO, WARNING, .. (INFO; WARNING with a bar)")
-    add("--log-format", choices=("text", "json"), default="text")
-    add("--no-progress", action="store_true", help="no bar for --drain")
-    return parser
-
-
-def _ranks(pairs: list[str]) -> dict[str, int]:
-    ranks = {}
-    for pair in pairs:
-        name, separator, rank = pair.rpartition("=")
-        if not separator or not name:
-            raise ConfigurationError(f"--priority takes TYPE=RANK, got {pair!r}")
-        try:
-            ranks[name] = int(rank)
-        except ValueError:
-            raise ConfigurationError(f"--priority rank must be an integer: {pair!r}") from None
-    return ranks
-
-
 def _warn_of_strangers(ranks: Mapping[str, int], tasks: TaskRegistry) -> None:
     """Tell of ranks without effect; no error, as a script may name the types of several workers."""
     strangers = sorted(set(ranks) - set(tasks))
@@ -368,7 +317,7 @@ def set_up_logging(level: str, style: str) -> None:
 
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
-    tasks, ranks = load_registry(arguments.tasks), _ranks(arguments.priority)
+    tasks, ranks = load_registry(arguments.tasks), ranks_of(arguments.priority)
     _warn_of_strangers(ranks, tasks)
     return Worker(
         tasks,
@@ -390,7 +339,7 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker as the command line says; return the exit code."""
-    arguments = _parser().parse_args(argv)
+    arguments = make_parser().parse_args(argv)
     bar = arguments.drain and not arguments.no_progress and sys.stderr.isatty()
     listeners: list[Listener] = []
     try:

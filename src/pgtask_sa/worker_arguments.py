@@ -1,0 +1,71 @@
+"""The command line of a worker."""
+
+from __future__ import annotations
+
+import argparse
+from typing import get_args
+
+from pgtask_sa.claim import Order
+from pgtask_sa.errors import ConfigurationError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return what parses the arguments of ``python -m pgtask_sa.worker``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pgtask_sa.worker",
+        description="Run the tasks that wait in the task table.",
+        epilog="Exit codes: 0 clean end, 1 cannot start, 2 wrong usage, 3 running tasks were cut "
+        "off (they are back in the table), 4 a handler is stuck in a child process.",
+    )
+    add = parser.add_argument
+    add("tasks", metavar="PACKAGE.MODULE:NAME", help="where the TaskRegistry is")
+    add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
+    add("--direct-url", help="the same without the pooler; default: DATABASE_DIRECT_URL")
+    add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
+    add("--processes", type=int, help="child processes, replaced when they die (none: work here)")
+    add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
+    add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
+    add(
+        "--priority",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TYPE=RANK",
+        help="lower ranks go first",
+    )
+    add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
+    add("--drain", action="store_true", help="stop when nothing is left to claim")
+    add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")
+    add("--idle-interval", type=float, default=5.0, help="seconds between looks when idle (5)")
+    add(
+        "--report-interval",
+        type=float,
+        default=60.0,
+        help="seconds between reports of types without a handler (60)",
+    )
+    add("--log-level", default=None, help="DEBUG, INFO, WARNING, .. (INFO; WARNING with a bar)")
+    add("--log-format", choices=("text", "json"), default="text")
+    add("--no-progress", action="store_true", help="no bar for --drain")
+    return parser
+
+
+def ranks_of(pairs: list[str]) -> dict[str, int]:
+    """Read the values of ``--priority``.
+
+    Raises:
+        ConfigurationError: one is not TYPE=RANK.
+
+    Example:
+        >>> ranks_of(["SEND_EMAIL_WELCOME=-1"])
+        {'SEND_EMAIL_WELCOME': -1}
+    """
+    ranks = {}
+    for pair in pairs:
+        name, separator, rank = pair.rpartition("=")
+        if not separator or not name:
+            raise ConfigurationError(f"--priority takes TYPE=RANK, got {pair!r}")
+        try:
+            ranks[name] = int(rank)
+        except ValueError:
+            raise ConfigurationError(f"--priority rank must be an integer: {pair!r}") from None
+    return ranks
