@@ -79,6 +79,14 @@ def test_when_all_die_together(fleet: Fleet, starts):
     assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
 
 
+def test_a_drain_goes_on(fleet: Fleet, starts):
+    """A child that leaves in the middle of its work is replaced, whatever its exit code."""
+    _enqueue_around(fleet, "POISON", starts, "leave")
+    with fleet.worker(*QUIET, "--drain", "--processes", "1", "--concurrency", "1") as worker:
+        assert 0 == worker.wait(20), worker.output
+    assert list(range(30)) == fleet.done()
+
+
 def test_failures_and_deaths_share_the_attempts(fleet: Fleet, starts):
     """Two failures and two deaths make four attempts."""
     fleet.enqueue("FRAGILE", {"file": str(starts), "how": "sigkill"})

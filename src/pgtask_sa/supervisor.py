@@ -13,13 +13,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait as wait_for_sentinels
 from multiprocessing.process import BaseProcess
-from typing import Any
+from multiprocessing.synchronize import Event
+from typing import Any, NamedTuple
 
 from pgtask_sa.events import Events
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
 LONGEST_PAUSE = 30.0
 REPLACE_ME = 4  # the exit code of a child in which a handler is stuck
+
+
+class _Child(NamedTuple):
+    process: BaseProcess
+    since: float
+    came_back: Event  # set at the end of its run
 
 
 class Supervisor:
@@ -34,7 +41,7 @@ class Supervisor:
         self.count = count
         self.events = events
         self.drain = drain
-        self.children: dict[int, tuple[BaseProcess, float]] = {}
+        self.children: dict[int, _Child] = {}
         self.context = multiprocessing.get_context("fork")
         self.stopping = False
         self.worst = 0
@@ -65,29 +72,31 @@ class Supervisor:
                 os.kill(pid, signal.SIGTERM)
 
     def _start(self) -> None:
-        process = self.context.Process(target=_child_main, args=(self.run_child,))
+        came_back = self.context.Event()
+        process = self.context.Process(target=_child_main, args=(self.run_child, came_back))
         # A signal in between would miss the child here, and run our own handler over there.
         with _signals_blocked():
             process.start()
             assert process.pid is not None  # noqa: S101 - it was just started
-            self.children[process.pid] = (process, time.monotonic())
+            self.children[process.pid] = _Child(process, time.monotonic(), came_back)
 
     def _wait(self) -> None:
-        sentinels = [process.sentinel for process, _ in self.children.values()]
+        sentinels = [child.process.sentinel for child in self.children.values()]
         wait_for_sentinels(sentinels, timeout=1.0)
-        for pid, (process, since) in list(self.children.items()):
-            if process.exitcode is not None:
+        for pid, child in list(self.children.items()):
+            if child.process.exitcode is not None:
                 del self.children[pid]
-                self._ended(process, time.monotonic() - since)
+                self._ended(child)
 
-    def _ended(self, process: BaseProcess, lived: float) -> None:
+    def _ended(self, child: _Child) -> None:
+        process, lived = child.process, time.monotonic() - child.since
         code = process.exitcode or 0
         if self.stopping and code == -signal.SIGTERM:
             code = 0  # it was told to stop before it had begun
         if code == REPLACE_ME and not self.stopping:
             self._start()
             return
-        if self.stopping or (self.drain and code >= 0):
+        if self.stopping or (self.drain and child.came_back.is_set()):
             self.worst = max(self.worst, code if code >= 0 else 128 - code)
             return
         self.events.emit(
@@ -116,13 +125,15 @@ def _signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _child_main(run: Callable[[], int]) -> None:
+def _child_main(run: Callable[[], int], came_back: Event) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # a terminal sends Ctrl-C to parent and children alike; the parent passes it on, as SIGTERM
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     _die_with_parent(os.getppid())
-    sys.exit(run())
+    code = run()
+    came_back.set()  # not so when a handler ends the process, whatever the exit code
+    sys.exit(code)
 
 
 def _die_with_parent(parent: int) -> None:
