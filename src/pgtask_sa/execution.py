@@ -43,7 +43,7 @@ from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
 
 MAX_BLAMELESS = 20
-RACES = ("40001", "40P01")
+BEYOND_ITS_REACH = ("53", "25006", "57P02", "57P03")  # disk, memory; a standby; starting up
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
@@ -271,12 +271,13 @@ class Execution:
     def bear(self, claimed: Claimed, trouble: BaseException | None) -> int:
         """Count a failure that is nobody's fault; 0 when this task had too many of its kind.
 
-        Deadlocks and lost races it may bring upon itself. That the disk is full it may not.
+        Deadlocks and lost connections it may bring upon itself; not that the disk is full.
         """
         if len(self.blameless) > 10_000:  # noqa: PLR2004
             self.blameless.clear()
         count = self.blameless[claimed.task_id] = self.blameless.get(claimed.task_id, 0) + 1
-        return count if count <= MAX_BLAMELESS or sqlstate(trouble) not in RACES else 0
+        beyond = (sqlstate(trouble) or "").startswith(BEYOND_ITS_REACH)
+        return count if beyond or count <= MAX_BLAMELESS else 0
 
     # -- when the transaction is lost --------------------------------------------------------
 
