@@ -67,7 +67,7 @@ def _raising(running: Running, when: str, code: str) -> str:
 
 @pytest.mark.parametrize("code", ["53100", "40001"])
 def test_claims_that_fail(trouble: Trouble, code):
-    """E12: a full disk, or lost races, at the claim itself: no hot loop, no attempt, a line or two."""
+    """E12: a full disk, or lost races, at the claim itself: no hot loop, no attempt, one line."""
     running = trouble.running
     end = _raising(running, "delete on task", code)
     trouble.enqueue()

@@ -25,7 +25,8 @@ from sqlalchemy import Engine, create_engine, event, make_url, text
 
 from pgtask_sa import Discard, TaskSession
 from pgtask_sa.engines import database_url, is_pooled, worker_async_engine, worker_engine
-from pgtask_sa.worker import _parser, _worker
+from pgtask_sa.worker import _worker
+from pgtask_sa.worker_arguments import make_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -439,7 +440,7 @@ def test_a_direct_url_from_the_command_line(monkeypatch):
     command = ["process_tasks:tasks", "--database-url", "postgresql://pooler/app"]
 
     def host(*more: str) -> str | None:
-        url = _worker(_parser().parse_args([*command, *more]), []).direct_url
+        url = _worker(make_parser().parse_args([*command, *more]), []).direct_url
         return None if url is None else url.host
 
     monkeypatch.delenv("DATABASE_DIRECT_URL", raising=False)

@@ -140,11 +140,11 @@ class _Presence(Presence):
     """Counts the statement of each claim too, which goes past psycopg's connection."""
 
     def __init__(self, process: Process) -> None:
-        super().__init__(process.engine, process.tables.task)
+        super().__init__(process.engine, process.tables.task, process.events)
         self.process = process
 
-    def _execute(self, values: dict[str, Any]) -> Any:
-        send = partial(super()._execute, values)
+    def _execute(self, note: Any, values: dict[str, Any]) -> Any:
+        send = partial(super()._execute, note, values)
         lane = self.process.current()
         if lane is None:
             return send()
@@ -276,11 +276,11 @@ class Lane:
         others = any(lane.is_busy for lane in self.process.lanes if lane is not self)
         if strictly and others:
             return 0
-        self.process.gate.close(math.inf if strictly else 0.0)  # without waiting for a moment
+        self.process.gate.close(self, math.inf if strictly else 0.0)  # without waiting for a moment
         try:
             self.execution.sweep_alone(demand.task_ids)
         finally:
-            self.process.gate.open()
+            self.process.gate.open(self)
         return 1
 
     def handle(self, session: Session, task_id: int, attempt: int) -> None:
