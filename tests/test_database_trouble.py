@@ -78,9 +78,12 @@ def test_claims_that_fail(trouble: Trouble, code):
         assert ([1, 1], []) == trouble.outcome()
     print(f"\n{code} at each claim: {rate:.0f} transactions/s for two lanes; {running.told()[1:]}")
     assert 150 > rate  # a hot loop makes thousands
-    state = ["database.down", "database.up"] if code == "53100" else ["claim.failed"]
+    state = ["database.down", "database.up"] if code == "53100" else []
     assert ["worker.started", "worker.stopped"] == [running.told()[0], running.told()[-1]]
-    assert [*state, "task.done", "task.done"] == sorted(running.told()[1:-1])
+    told = sorted(running.told()[1:-1])
+    if code == "40001":  # told once, if it lasts for more than a few tries
+        told = told[told[0] == "claim.failed" :]
+    assert [*state, "task.done", "task.done"] == told
 
 
 @pytest.mark.parametrize("code", ["53100", "40001"])

@@ -597,7 +597,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def worker_looks_after_the_dead(self, pick: int) -> None:
-        _pick(self.processes, pick).presence.look_after()
+        presence = _pick(self.processes, pick).presence
+        try:
+            presence.look_after()
+        except DBAPIError:  # a cut has met its connection while it was being made
+            presence.look_after()  # as the keeper does, the next time
 
     # -- what people do ------------------------------------------------------------------------
 
