@@ -14,6 +14,7 @@ import sqlalchemy
 from sqlalchemy.exc import DBAPIError, StatementError
 
 MAX_ERROR = 4000
+LONGEST_READ = 50_000  # characters of a message that are looked through
 # The frames of these say nothing about a handler. By their whole path: a user's own folder may
 # have the same name.
 LIBRARIES = tuple(
@@ -151,6 +152,8 @@ def _message(error: BaseException) -> str:
         text = _primary(origin) or str(origin)
     except BaseException as broken:  # noqa: BLE001 - KeyboardInterrupt, too: it must not win
         return f"(its message cannot be rendered: {type(broken).__name__})"
+    if len(text) > LONGEST_READ:
+        text = text[:LONGEST_READ] + '"'  # lest a quotation that was cut is not seen as one
     text = _DETAILS.sub("", text)
     return _QUOTED.sub('"…"', text) if _tells_a_value(error, origin) else text
 
