@@ -79,6 +79,20 @@ def test_when_all_die_together(fleet: Fleet, starts):
     assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
 
 
+def test_many_at_once(fleet: Fleet, tmp_path):
+    """None is started too often, and nobody who was beside them is taken for one of them."""
+    files = [tmp_path / f"starts-{i}" for i in range(4)]
+    fleet.enqueue("POISON", *[{"file": str(file), "how": "sigkill"} for file in files])
+    fleet.enqueue("GOOD", *[{"i": i} for i in range(30)])
+    with fleet.worker(*QUIET, "--processes", "2"):
+        fleet.until(lambda: fleet.count() == 0, 60)
+    assert [("POISON", 3, "worker died", DIED)] * 4 == _dead(fleet)
+    assert list(range(30)) == fleet.done()
+    starts = [len(file.read_bytes()) for file in files]
+    print(f"\nstarts of four that kill at once: {starts}")
+    assert 3 == max(starts)
+
+
 def test_a_drain_goes_on(fleet: Fleet, starts):
     """A child that leaves in the middle of its work is replaced, whatever its exit code."""
     _enqueue_around(fleet, "POISON", starts, "leave")

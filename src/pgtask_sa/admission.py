@@ -77,6 +77,7 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
+        self.face.aside(lambda: self.presence.note(self.entry, batch))
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:
@@ -85,7 +86,9 @@ class Admission:
         return [c for c in sound if self.handlers[c.task_type].lease is None], reports
 
     def _counted(self, batch: Sequence[Claimed]) -> Sequence[Claimed]:
-        deaths = self.face.aside(lambda: self.presence.note(self.entry, batch))
+        if not self.presence.must_look(batch):
+            return batch
+        deaths = self.face.aside(lambda: self.presence.look(batch))
         if not deaths:
             return batch
         found = [deaths.get(claimed.task_id, Deaths()) for claimed in batch]
@@ -100,8 +103,6 @@ class Admission:
         suspects = [claimed for claimed in batch if self._is_suspect(claimed)]
         if suspects:
             strictly = any(self._was_there_often(claimed) for claimed in suspects)
-            # somebody else may take them meanwhile, and die of them: that is one death, not two
-            self.face.aside(lambda: self.presence.rest(self.entry))
             raise Solitary([claimed.task_id for claimed in suspects], strictly=strictly)
 
     def _is_suspect(self, claimed: Claimed) -> bool:
@@ -121,8 +122,10 @@ class Admission:
 
     def _count_death(self, claimed: Claimed) -> Report:
         error = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
-        before = replace(claimed, uncounted=claimed.uncounted - 1)
         policy = self.handlers[claimed.task_type].policy
+        # several may have died of it, as they thought, before anybody counted
+        surplus = min(max(claimed.attempts - policy.max_attempts, 0), claimed.uncounted)
+        before = replace(claimed, uncounted=claimed.uncounted - surplus - 1)
         verdict = self.settler.judge(before, error, policy)
         return before, self.settler.write(before, verdict, error), error, 0.0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy.orm import Session
@@ -47,6 +49,25 @@ def _view(handler: Handler, claimed: Claimed, raw: Any, tables: Tables) -> TaskV
         max_attempts=handler.policy.max_attempts,
         columns=columns,
     )
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Let only the process that came in go on: the handler inside may fork.
+
+    A child that returned, or raised something, would otherwise settle the task as well, and claim
+    the next one.
+    """
+    pid, code = os.getpid(), 1
+    try:
+        yield
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else bool(end.code)
+        raise
+    finally:
+        if os.getpid() != pid:
+            os._exit(code)
 
 
 def close(session: Session, events: Events) -> Exception | None:

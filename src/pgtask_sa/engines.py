@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 from psycopg import pq
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -197,8 +198,30 @@ def server_keepalives() -> list[tuple[str, str]]:
     return [*settings, ("tcp_user_timeout", str(SERVER_USER_TIMEOUT))]
 
 
+# A process that a handler forks inherits our sockets. It could speak on them; and as long as it
+# lives the server takes a killed worker for alive, and keeps its rows.
+_OURS: WeakSet[Any] = WeakSet()
+
+
+def _let_go_of_sockets() -> None:
+    """Put nothing in the place of our sockets, in a process that was forked just now.
+
+    Not closed: their numbers would be given to other files, on which libpq would say farewell.
+    """
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for driver in list(_OURS):
+        with suppress(Exception):  # it was closed
+            os.dup2(nothing, driver.pgconn.socket)
+    os.close(nothing)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go_of_sockets)
+
+
 def _prepare_connection(limit: int | None, dbapi_connection: Any, record: Any) -> None:
     driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
+    _OURS.add(driver)
     guard_driver(driver, record.info)
     settings = [CHECK_CLIENT, DATE_STYLE, IDLE_TIMEOUT]
     own = server_keepalives()  # of a socket: through a pooler it is the pooler's

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.calls import T
+from pgtask_sa.calls import T, one_process
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.execution import timed_out
 from pgtask_sa.handlers import Handler
@@ -47,7 +47,7 @@ class SyncFace:
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Call the function; a coroutine that it returns would never run, so that is a failure."""
-        with self.watchdog.guard(handler.timeout, self.lane, claimed):
+        with self.watchdog.guard(handler.timeout, self.lane, claimed), one_process():
             result = handler.function(*arguments)
         if inspect.isawaitable(result):
             if inspect.iscoroutine(result):
@@ -123,7 +123,8 @@ class AsyncFace:
 async def _outcome(coroutine: Any) -> BaseException | None:
     """Return what a coroutine raises: SystemExit must not get out, it would end the event loop."""
     try:
-        await coroutine
+        with one_process():
+            await coroutine
     except BaseException as error:  # noqa: BLE001
         return error
     return None

@@ -42,7 +42,7 @@ from pgtask_sa.settle import Claimed
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
 LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
-_NOTE, _NOTE_UNTOUCHED = b"pgtask_note", b"pgtask_note_untouched"
+_NOTE, _NOTE_IN_PLACE = b"pgtask_note", b"pgtask_note_in_place"
 POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
     "without a limit; give --direct-url"
@@ -79,11 +79,11 @@ class Presence:
         self._lock = threading.Lock()
         self._told = False
         self._lanes = 0
-        self._dead_are_waiting = True  # to be counted; as far as we know
+        self._named_by_dead: frozenset[int] | None = None  # tasks; None as long as unknown
         self._flying: set[int] = set()  # lanes whose rows are not empty
         self._places: dict[int, str] = {}  # where each lane's row is in the table
         self._note = _Numbered(statements.note_claim(task), _NOTE)
-        self._note_untouched = _Numbered(statements.note_untouched(task), _NOTE_UNTOUCHED)
+        self._note_in_place = _Numbered(statements.note_in_place(task), _NOTE_IN_PLACE)
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -98,29 +98,46 @@ class Presence:
             self._lanes += 1
             return self._lanes
 
-    def note(self, lane: int, batch: Sequence[Claimed]) -> dict[int, Deaths]:
-        """Commit what a lane is about to run; tell of which of these workers have died before.
+    def look(self, batch: Sequence[Claimed]) -> dict[int, Deaths]:
+        """Tell which workers died of tasks that are claimed now, before these are noted as ours.
+
+        Nothing is asked of the database unless another transaction has locked one of these rows
+        before, or one is named by a dead worker.
+        """
+        if not self.must_look(batch):
+            return {}
+        ids = [claimed.task_id for claimed in batch]
+        return self._deaths(ids, [claimed.values[ROW_VERSION] for claimed in batch])
+
+    def must_look(self, batch: Sequence[Claimed]) -> bool:
+        """Say whether the entries of others may name one of these tasks; asks nobody."""
+        if not self._is_direct:
+            return False
+        named = self._named_by_dead
+        if named is None or batch[0].values.get(TOUCHED, True):
+            return True
+        return bool(named) and any(claimed.task_id in named for claimed in batch)
+
+    def note(self, lane: int, batch: Sequence[Claimed]) -> None:
+        """Commit what a lane is about to run.
 
         Raises:
             psycopg.Error: it could not be committed; nothing of it may be run.
         """
         if not self._is_direct:
-            return {}
+            return
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
-        look = self._dead_are_waiting or first.get(TOUCHED, True)
-        given = ids, versions, first[BACKEND_PID], first[BEGUN_AT]
         with self._lock, self._anew_after_an_error():
-            met = self._send(lane, *given, look=look)
+            self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
             self._flying.add(lane)
-        return self._deaths(ids, versions) if met else {}
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
         if lane in self._flying:
             with self._lock, self._anew_after_an_error():
-                self._send(lane, [], [], None, None, look=False)
+                self._send(lane, [], [], None, None)
                 self._flying.discard(lane)
 
     def is_flying(self, lane: int | None) -> bool:
@@ -138,8 +155,8 @@ class Presence:
         with self._lock, self._anew_after_an_error():
             connection = self._connected()
             connection.execute(statements.dismiss_dead(self.task), me)
-            left = connection.execute(statements.any_dead(self.task), me)
-            self._dead_are_waiting = bool(left.scalar())
+            named = connection.scalars(statements.named_by_dead(self.task), me)
+            self._named_by_dead = frozenset(named)
             if not self._is_direct:
                 connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
 
@@ -180,7 +197,7 @@ class Presence:
         if self._is_direct:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
-            for each in (self._note, self._note_untouched):
+            for each in (self._note, self._note_in_place):
                 _check(self._driver.pgconn.prepare(each.name, each.text))
         elif not self._told:
             self._told = True
@@ -203,13 +220,8 @@ class Presence:
 
     # -- the statement of each claim ---------------------------------------------------------------
 
-    def _send(
-        self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any, *, look: bool
-    ) -> bool:
-        """Write a lane's row; True if ``look`` and another worker's entry names one of the tasks.
-
-        Nobody else's can name a row that no other transaction has ever locked.
-        """
+    def _send(self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any) -> None:
+        """Write a lane's row."""
         values = {
             "worker_id": self.worker_id,
             "lane": lane,
@@ -220,32 +232,29 @@ class Presence:
         }
         was_open = self._connection is not None
         try:
-            rows = self._write(values, look=look)
+            found = self._write(values)
         except psycopg.OperationalError:
             if not was_open:
                 raise
             self._close()  # it may have been lost long ago, unnoticed
-            rows = self._write(values, look=look)
-        if not rows:  # somebody took this worker for dead and its rows out
+            found = self._write(values)
+        if not found:  # somebody took this worker for dead and its rows out
             self._write_lanes(self._connected(), range(1, self._lanes + 1))
-            rows = self._write(values, look=look)
-        return rows[0] is not None
+            self._write(values)
 
-    def _write(self, values: dict[str, Any], *, look: bool) -> list[bytes | None]:
-        """Write a lane's row; nothing comes back if there is none, else who else had these."""
+    def _write(self, values: dict[str, Any]) -> bool:
+        """Write a lane's row, where it was last or else by its number; False if there is none."""
         self._connected()
         lane = values["lane"]
-        place = None if look else self._places.get(lane)
+        place = self._places.get(lane)
+        result = None
         if place is not None:
-            result = self._execute(self._note_untouched, {**values, "place": place})
-            if result.ntuples:
-                self._places[lane] = result.get_value(0, 0).decode()
-                return [None]
-        result = self._execute(self._note, values)
-        if not result.ntuples:
-            return []
-        self._places[lane] = result.get_value(0, 0).decode()
-        return [result.get_value(0, 1)]
+            result = self._execute(self._note_in_place, {**values, "place": place})
+        if result is None or not result.ntuples:
+            result = self._execute(self._note, values)
+        if result.ntuples:
+            self._places[lane] = result.get_value(0, 0).decode()
+        return bool(result.ntuples)
 
     def _execute(self, note: _Numbered, values: dict[str, Any]) -> Any:
         pgconn = self._driver.pgconn

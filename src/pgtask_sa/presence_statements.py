@@ -73,30 +73,22 @@ def enlist(task: Table) -> Insert:
 
 
 def note_claim(task: Table) -> Update:
-    """Note what a lane has claimed, and return who else had claimed one of these, if anybody.
+    """Note what a lane has claimed, and return the place of its row; no row if it is not enlisted.
 
-    One statement, since it is executed once for each claim. It must be committed before a handler
-    begins. A list of numbers comes back, or null; and no row at all if the lane is not enlisted.
+    It must be committed before a handler begins.
     """
-    table = worker_table(task)
-    other = table.alias("other")
-    others = (
-        select(func.array_agg(other.c.worker_id.distinct()))
-        .where(other.c.worker_id != MINE, other.c.task_ids.overlap(TASK_IDS))
-        .scalar_subquery()
-    )
-    return _note(table).returning(_place(table), others)
+    return _note(task).returning(_place(worker_table(task)))
 
 
-def note_untouched(task: Table) -> Update:
-    """Note what a lane has claimed, where nobody can have claimed it before; ``:place`` is its row.
+def note_in_place(task: Table) -> Update:
+    """Note what a lane has claimed, in its row at ``:place``; nothing comes back if it has moved.
 
     It neither reads the table nor walks an index: while somebody holds a snapshot, each note leaves
     a dead row behind in both.
     """
     table = worker_table(task)
     here = literal_column(f"{quoted(table)}.ctid") == cast(bindparam("place"), _Tid)
-    return _note(table).where(here).returning(_place(table))
+    return _note(task).where(here).returning(_place(table))
 
 
 class _Tid(UserDefinedType[str]):
@@ -110,7 +102,8 @@ def _place(table: Table) -> ColumnElement[Any]:
     return cast(literal_column(f"{quoted(table)}.ctid"), Text).label("place")
 
 
-def _note(table: Table) -> Update:
+def _note(task: Table) -> Update:
+    table = worker_table(task)
     noted = update(table).values(
         task_ids=TASK_IDS,
         row_versions=ROW_VERSIONS,
@@ -176,13 +169,13 @@ def note_alive(task: Table) -> Update:
     return update(table).where(table.c.worker_id == ME).values(seen_at=_clock())
 
 
-def any_dead(task: Table) -> Select[Any]:
-    """Ask whether there is an entry of a dead worker that names tasks."""
+def named_by_dead(task: Table) -> Select[Any]:
+    """List the tasks that entries of dead workers name."""
     table = worker_table(task)
-    names_some = func.cardinality(table.c.task_ids) > 0
     today = table.c.server_started_at == func.pg_postmaster_start_time()
+    names_some = func.cardinality(table.c.task_ids) > 0
     dead = (table.c.worker_id != MINE, names_some, today, table.c.is_direct, _is_gone(table))
-    return select(exists(select(literal_column("1")).select_from(table).where(*dead)))
+    return select(func.unnest(table.c.task_ids)).where(*dead)
 
 
 def dismiss(task: Table) -> Delete:

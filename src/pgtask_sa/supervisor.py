@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from pgtask_sa.events import Events
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
-LONGEST_PAUSE = 30.0
+LONGEST_PAUSE = 5.0  # seconds; each child has its own
 REPLACE_ME = 4  # the exit code of a child in which a handler is stuck
 
 
@@ -27,6 +27,7 @@ class _Child(NamedTuple):
     process: BaseProcess
     since: float
     came_back: Event  # set at the end of its run
+    pause: float  # before it was started
 
 
 class Supervisor:
@@ -43,9 +44,9 @@ class Supervisor:
         self.drain = drain
         self.children: dict[int, _Child] = {}
         self.context = multiprocessing.get_context("fork")
+        self.due: list[tuple[float, float]] = []  # when others are started, after which pause
         self.stopping = False
         self.worst = 0
-        self.pause = 0.0
 
     def run(self) -> int:
         """Start the children, keep them alive, wait for their end."""
@@ -53,7 +54,7 @@ class Supervisor:
         try:
             for _ in range(self.count):
                 self._start()
-            while self.children:
+            while self.children or (self.due and not self.stopping):
                 self._wait()
         finally:
             for number, handler in before.items():
@@ -71,22 +72,31 @@ class Supervisor:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
-    def _start(self) -> None:
+    def _start(self, pause: float = 0.0) -> None:
         came_back = self.context.Event()
         process = self.context.Process(target=_child_main, args=(self.run_child, came_back))
         # A signal in between would miss the child here, and run our own handler over there.
         with _signals_blocked():
             process.start()
             assert process.pid is not None  # noqa: S101 - it was just started
-            self.children[process.pid] = _Child(process, time.monotonic(), came_back)
+            self.children[process.pid] = _Child(process, time.monotonic(), came_back, pause)
 
     def _wait(self) -> None:
         sentinels = [child.process.sentinel for child in self.children.values()]
-        wait_for_sentinels(sentinels, timeout=1.0)
+        wait_for_sentinels(sentinels, timeout=0.05 if self.due else 1.0)
         for pid, child in list(self.children.items()):
             if child.process.exitcode is not None:
                 del self.children[pid]
                 self._ended(child)
+        self._start_due()
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        ready = [each for each in self.due if each[0] <= now]
+        self.due = [each for each in self.due if each[0] > now]
+        for _, pause in ready:
+            if not self.stopping:
+                self._start(pause)
 
     def _ended(self, child: _Child) -> None:
         process, lived = child.process, time.monotonic() - child.since
@@ -105,12 +115,8 @@ class Supervisor:
             level=logging.ERROR,
             exit_code=code,
         )
-        self.pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, self.pause * 2 + 0.1)
-        deadline = time.monotonic() + self.pause
-        while not self.stopping and time.monotonic() < deadline:
-            time.sleep(0.05)
-        if not self.stopping:
-            self._start()
+        pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
+        self.due.append((time.monotonic() + pause, pause))
 
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -1,6 +1,4 @@
 UPDATE task_worker
 SET seen_at=statement_timestamp(), backend_pid=%(backend_pid)s::INTEGER, begun_at=%(begun_at)s::TIMESTAMP WITH TIME ZONE, task_ids=%(task_ids)s::BIGINT[], row_versions=%(row_versions)s::BIGINT[]
 WHERE task_worker.worker_id = %(worker_id)s::INTEGER AND task_worker.lane = %(lane)s::INTEGER
-RETURNING CAST(task_worker.ctid AS TEXT) AS place, (SELECT array_agg(DISTINCT other.worker_id) AS array_agg_1
-FROM task_worker AS other
-WHERE other.worker_id != %(worker_id)s::INTEGER AND other.task_ids && %(task_ids)s::BIGINT[]) AS anon_1
+RETURNING CAST(task_worker.ctid AS TEXT) AS place
