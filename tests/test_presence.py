@@ -55,7 +55,8 @@ def test_a_row_that_is_free_before_the_lock_of_its_worker(running, monkeypatch, 
     leave_behind(running, "A")
     with running:
         with alive(running):
-            running.until(lambda: any(ids for n, ids in running.rows(ENTRIES) if n != 1))
+            running.until(lambda: not running.rows("select 1 from task for update skip locked"))
+            assert not any(ids for n, ids in running.rows(ENTRIES) if n != 1)  # it is still looking
             if attempt == 1:  # it lives, whatever became of that claim
                 running.until_empty()
         running.until_empty()
@@ -129,9 +130,13 @@ def test_a_crash_of_the_server(restartable_db_url, restartable_server, tmp_path)
 
 
 def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
-    """Who asks to be alone says first that it runs nothing, lest one death be counted twice."""
-    rested = []
-    presence = SimpleNamespace(note=lambda *_: {7: Deaths(count=1)}, rest=rested.append)
+    """Who asks to be alone has not noted it, lest the death of another be taken for its own."""
+    noted = []
+    presence = SimpleNamespace(
+        must_look=lambda _batch: True,
+        look=lambda _batch: {7: Deaths(count=1)},
+        note=lambda entry, _batch: noted.append(entry),
+    )
     face = SimpleNamespace(aside=lambda work: work())
     policy = SimpleNamespace(max_attempts=10)
     handlers = {"A": SimpleNamespace(lease=None, policy=policy)}
@@ -139,7 +144,7 @@ def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
     admission = Admission(presence, 3, face, None, handlers)
     with pytest.raises(Solitary, match="7"):
         admission.admit([Claimed(row, True)])
-    assert [3] == rested
+    assert [] == noted
 
 
 # -- who is listed --------------------------------------------------------------------------------
