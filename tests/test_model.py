@@ -285,7 +285,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.owed[lane] = lane.owed()
         lane.claim(replace(fault) if fault else None)
         if ready and is_open and fault is None:
-            assert any(entry[0] == "note" for entry in lane.log), "there was something to claim"
+            assert any(entry[0] in ("note", "waits") for entry in lane.log), (
+                "there was something to claim"
+            )
         self._follow(lane)
 
     @precondition(lambda self: self._able())
@@ -494,6 +496,9 @@ class QueueMachine(RuleBasedStateMachine):
         if not self._shared(job):
             job.settle(failed | self._merged(job, failed))
 
+    def _on_waits(self, lane: Lane) -> None:
+        self._rolled_back(lane)
+
     def _on_cut(self, lane: Lane) -> None:
         self.disturbed.add(lane)
 
@@ -597,11 +602,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(pick=picks)
     def worker_looks_after_the_dead(self, pick: int) -> None:
-        presence = _pick(self.processes, pick).presence
-        try:
-            presence.look_after()
-        except DBAPIError:  # a cut has met its connection while it was being made
-            presence.look_after()  # as the keeper does, the next time
+        _pick(self.processes, pick).presence.look_after()
 
     # -- what people do ------------------------------------------------------------------------
 
@@ -731,7 +732,7 @@ class _Savepoint:
 
 @pytest.mark.skipif(
     "PGTASK_MODEL_SECONDS" not in os.environ,
-    reason="by `make soak` only, until an alarm of the model itself is explained",
+    reason="by `make soak` only: about every second run of it still ends in an alarm",
 )
 @pytest.mark.timeout(SECONDS + 400)  # a failure is made smaller, which takes its time
 def test_the_queue_does_what_the_model_says(db_url: str) -> None:

@@ -23,10 +23,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg import pq
@@ -37,7 +36,10 @@ from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION, TOUCHED
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
+from pgtask_sa.failures import is_blameless
 from pgtask_sa.settle import Claimed
+
+T = TypeVar("T")
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
@@ -93,10 +95,11 @@ class Presence:
         Raises:
             DBAPIError: the database is away.
         """
-        with self._lock, self._anew_after_an_error():
-            self._write_lanes(self._connected(), [self._lanes + 1])
-            self._lanes += 1
-            return self._lanes
+        with self._lock:
+            number = self._lanes + 1
+            self._surely(lambda connection: self._write_lanes(connection, [number]))
+            self._lanes = number
+            return number
 
     def look(self, batch: Sequence[Claimed]) -> dict[int, Deaths]:
         """Tell which workers died of tasks that are claimed now, before these are noted as ours.
@@ -129,14 +132,14 @@ class Presence:
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
-        with self._lock, self._anew_after_an_error():
+        with self._lock:
             self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
             self._flying.add(lane)
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
         if lane in self._flying:
-            with self._lock, self._anew_after_an_error():
+            with self._lock:
                 self._send(lane, [], [], None, None)
                 self._flying.discard(lane)
 
@@ -151,14 +154,16 @@ class Presence:
 
         And say that this worker lives, for those who cannot look at its lock.
         """
+        with self._lock:
+            self._surely(self._look_after)
+
+    def _look_after(self, connection: Connection) -> None:
         me = {"worker_id": self.worker_id}
-        with self._lock, self._anew_after_an_error():
-            connection = self._connected()
-            connection.execute(statements.dismiss_dead(self.task), me)
-            named = connection.scalars(statements.named_by_dead(self.task), me)
-            self._named_by_dead = frozenset(named)
-            if not self._is_direct:
-                connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
+        connection.execute(statements.dismiss_dead(self.task), me)
+        named = connection.scalars(statements.named_by_dead(self.task), me)
+        self._named_by_dead = frozenset(named)
+        if not self._is_direct:
+            connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
 
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
@@ -184,11 +189,20 @@ class Presence:
         self._introduce(connection)
         return connection
 
-    @contextmanager
-    def _anew_after_an_error(self) -> Iterator[None]:
-        """Keep no connection that met an error: a setting of it may be the cause."""
+    def _surely(self, work: Callable[[Connection], T]) -> T:
+        """Do something on the connection; once more, if it was lost unnoticed.
+
+        None is kept that met an error: a setting of it may be the cause.
+        """
+        was_open = self._connection is not None
         try:
-            yield
+            return work(self._connected())
+        except BaseException as error:
+            self._close()
+            if not (was_open and is_blameless(error)):
+                raise
+        try:
+            return work(self._connected())
         except BaseException:
             self._close()
             raise
@@ -230,21 +244,15 @@ class Presence:
             "backend_pid": pid,
             "begun_at": begun,
         }
-        was_open = self._connection is not None
-        try:
-            found = self._write(values)
-        except psycopg.OperationalError:
-            if not was_open:
-                raise
-            self._close()  # it may have been lost long ago, unnoticed
-            found = self._write(values)
-        if not found:  # somebody took this worker for dead and its rows out
-            self._write_lanes(self._connected(), range(1, self._lanes + 1))
+        self._surely(lambda connection: self._write_or_enlist(connection, values))
+
+    def _write_or_enlist(self, connection: Connection, values: dict[str, Any]) -> None:
+        if not self._write(values):  # somebody took this worker for dead and its rows out
+            self._write_lanes(connection, range(1, self._lanes + 1))
             self._write(values)
 
     def _write(self, values: dict[str, Any]) -> bool:
         """Write a lane's row, where it was last or else by its number; False if there is none."""
-        self._connected()
         lane = values["lane"]
         place = self._places.get(lane)
         result = None
@@ -269,8 +277,8 @@ class Presence:
         given = {"worker_id": self.worker_id, "task_ids": ids, "row_versions": versions}
         statement = statements.deaths(self.task)
         for _ in range(LOOKS):
-            with self._lock, self._anew_after_an_error():
-                rows = self._connected().execute(statement, given).all()
+            with self._lock:
+                rows = self._surely(lambda connection: connection.execute(statement, given).all())
             if all(row.is_gone for row in rows):
                 break
             time.sleep(LOOK)

@@ -106,7 +106,8 @@ class Job:
         before = fate.attempts + deaths
         found: set[Fate] = set()
         if deaths or fate.place == "leased":  # the death is counted
-            found.add(self.failed(fate, before, "worker died"))
+            counted = max(fate.attempts, min(before, self.max_attempts))
+            found.add(self.failed(fate, counted, "worker died"))
         if self.is_leased and before < self.max_attempts:
             found.add(replace(fate, place="leased", attempts=before + 1))
             found.add(replace(fate, place="waiting", attempts=before))  # a lane runs one at a time

@@ -275,6 +275,7 @@ class Lane:
     def _run_alone(self, demand: Solitary, *, strictly: bool) -> int:
         others = any(lane.is_busy for lane in self.process.lanes if lane is not self)
         if strictly and others:
+            self.log.append(("waits",))
             return 0
         self.process.gate.close(self, math.inf if strictly else 0.0)  # without waiting for a moment
         try:
