@@ -143,7 +143,7 @@ def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
     row = {"task_id": 7, "task_type": "A", "attempts": 0, "lease_token": None}
     admission = Admission(presence, 3, face, None, handlers)
     with pytest.raises(Solitary, match="7"):
-        admission.admit([Claimed(row, True)])
+        admission.admit([Claimed(row["task_id"], row["task_type"], row, True)])
     assert [] == noted
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy.orm import Session
@@ -51,29 +50,48 @@ def _view(handler: Handler, claimed: Claimed, raw: Any, tables: Tables) -> TaskV
     )
 
 
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Let only the process that came in go on: the handler inside may fork.
+def in_one_process(function: Callable[..., T], given: tuple[Any, ...]) -> T:
+    """Call a handler, and let only the process that called come back: the handler may fork.
 
     A child that returned, or raised something, would otherwise settle the task as well, and claim
     the next one.
     """
     pid, code = os.getpid(), 1
     try:
-        yield
+        result = function(*given)
         code = 0
     except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else bool(end.code)
+        code = _exit_code(end)
+        raise
+    finally:
+        if os.getpid() != pid:
+            os._exit(code)
+    return result
+
+
+async def in_one_process_async(coroutine: Any) -> None:
+    """Await a handler, as `in_one_process` calls one."""
+    pid, code = os.getpid(), 1
+    try:
+        await coroutine
+        code = 0
+    except SystemExit as end:
+        code = _exit_code(end)
         raise
     finally:
         if os.getpid() != pid:
             os._exit(code)
 
 
+def _exit_code(end: SystemExit) -> int:
+    return end.code if isinstance(end.code, int) else bool(end.code)
+
+
 def close(session: Session, events: Events) -> Exception | None:
     """End a session for good; return the error if something is amiss with it."""
     try:
-        session.close()
+        if session.in_transaction() or any(True for _ in session):
+            session.close()  # which takes its time, also when there is nothing to do
     except Exception as error:  # noqa: BLE001 - a connection in trouble, or a task left behind
         events.emit("session.close", f"not closed: {headline(error)}", level=logging.DEBUG)
         return error

@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import POOLED, guard_driver, watch_errors
+from pgtask_sa.ground import POOLED, guard_driver, lend_savepoints, watch_errors
 
 DRIVER = "postgresql+psycopg"
 LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too
@@ -178,6 +178,7 @@ def is_pooled(connection: Connection) -> bool:
 
 def _prepare(engine: Engine, limit: float | None) -> None:
     watch_errors(engine)
+    lend_savepoints(engine)
     milliseconds = None if limit is None else round(limit * 1000)
     event.listen(engine, "connect", partial(_prepare_connection, milliseconds))
     event.listen(engine, "begin", _prepare_transaction)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
+from pgtask_sa.wire import Wired
 
 MAX_BLAMELESS = 20
 BEYOND_ITS_REACH = ("53", "25006", "57P02", "57P03")  # disk, memory; a standby; starting up
@@ -75,7 +76,7 @@ class Execution:
         begin: Callable[[], Any] | None = None,
     ) -> None:
         self.connection = connection
-        self._checks = begin is None  # constraints that are deferred to COMMIT
+        self._owns = begin is None  # the transaction, and with it the connection
         self.begin = begin or connection.begin  # in somebody else's transaction: begin_nested
         self.face = face
         self.claimer = claimer
@@ -96,7 +97,9 @@ class Execution:
         self.granted: list[Lease] = []  # to be run next, outside of this transaction
         self.lease: Lease | None = None  # of what runs
         self._transaction: Any = None
-        self._alone = True  # in its batch
+        self._chained = False  # it began with the COMMIT of the one before
+        self._more = False  # the claim took all it may: there is probably more
+        self._wired: dict[Executable, Wired] = {}
 
     # -- the walk of one claim ---------------------------------------------------------------
 
@@ -112,11 +115,11 @@ class Execution:
         return self._transact(self._claim)
 
     def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
-        transaction = self._transaction = self.begin()
+        transaction = self._begin()
+        self._more = False
         batch: list[Claimed] = []
         try:
             batch = claim()
-            self._alone = len(batch) == 1
             finished = self._work(batch)
         except TransactionLost as lost:
             self._give_up(transaction)
@@ -134,7 +137,7 @@ class Execution:
         except BaseException:
             self._give_up(transaction)
             raise
-        if self._commit(transaction, batch):
+        if self._commit(transaction, batch, finished):
             self.on_commit()
             self._keep_leases()
             if self.ground.moved:  # settings that the next task must not meet
@@ -143,6 +146,20 @@ class Execution:
             for report in finished:
                 self.settler.tell(*report)
         return len(batch)
+
+    def _begin(self) -> Any:
+        if self._chained and self._transaction.is_active:
+            return self._transaction
+        self._chained = False
+        self.ground.begin()
+        self._transaction = self.begin()
+        return self._transaction
+
+    def pause(self) -> None:
+        """Leave no transaction open; the next claim does not follow at once."""
+        if self._chained:
+            self._chained = False
+            self._roll_back(self._transaction)
 
     def _work(self, batch: list[Claimed]) -> list[Report]:
         """Run what may run of a batch; return what became of each task."""
@@ -174,14 +191,15 @@ class Execution:
             rows = self._fetch(statement, self.claimer.parameters())
             if rows:
                 rows.sort(key=lambda claimed: self.claimer.rank(claimed.task_type))
-                if len(rows) == self.claimer.options.batch_size:
+                self._more = len(rows) == self.claimer.options.batch_size
+                if self._more:
                     self.on_full()  # there may be more: wake another lane before the work begins
                 return rows
         return []
 
     def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> list[Claimed]:
         try:
-            rows = self.connection.execute(statement, parameters).mappings().all()
+            rows = self._rows(statement, parameters)
         except NotImplementedError as error:
             # psycopg, of a moment, when the connection was lost while the answer was being read
             if self.ground.status() == TransactionStatus.UNKNOWN:
@@ -190,6 +208,16 @@ class Execution:
         if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
             raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
         return [self.tables.claimed(row) for row in rows]
+
+    def _rows(
+        self, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Mapping[Any, Any]]:
+        if not self._owns:  # any driver may be behind it
+            return self.connection.execute(statement, parameters).mappings().all()
+        wired = self._wired.get(statement)
+        if wired is None:
+            wired = self._wired[statement] = Wired(statement)
+        return wired.fetch(self.connection, parameters)
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""
@@ -244,7 +272,7 @@ class Execution:
             raise TaskFailed(IN_USE)
         if session.in_transaction():
             session.commit()
-        self.ground.keep(check=self._alone and self._checks)
+        self.ground.keep()
 
     # -- what became of it -------------------------------------------------------------------
 
@@ -297,15 +325,15 @@ class Execution:
             self.connection.invalidate()
             transaction.close()
 
-    def _commit(self, transaction: Any, batch: list[Claimed]) -> bool:
+    def _commit(self, transaction: Any, batch: list[Claimed], finished: list[Report]) -> bool:
         """Commit. A failure here is the only one that does not tell which task it belongs to."""
         if self.cut:
             self._give_up(transaction)
             raise Stopped
         try:
-            transaction.commit()
-        except DBAPIError as error:
-            lost = self.ground.status() == TransactionStatus.UNKNOWN or error.connection_invalidated
+            self._commit_checked(transaction, batch, finished)
+        except (DBAPIError, psycopg.Error) as error:
+            lost = self.ground.status() == TransactionStatus.UNKNOWN or _is_invalid(error)
             if lost and sqlstate(error) not in TIME_LIMITS:
                 self.events.emit(
                     "commit.unknown",
@@ -313,6 +341,7 @@ class Execution:
                     level=logging.WARNING,
                     task_ids=[claimed.task_id for claimed in batch],
                 )
+                self._give_up(transaction)
                 raise
             self._roll_back(transaction)
             if is_blameless(error):
@@ -321,7 +350,33 @@ class Execution:
             return False
         return True
 
-    def _find_culprit(self, batch: list[Claimed], error: DBAPIError) -> None:
+    def _commit_checked(
+        self, transaction: Any, batch: list[Claimed], finished: list[Report]
+    ) -> None:
+        """Commit; a task that is alone and breaks a constraint now has failed, like any other."""
+        if self._owns and len(batch) == 1:
+            self._chained = self._more and self._may_chain()
+            try:
+                if self.ground.commit(chain=self._chained) and self._chained:
+                    return
+            except psycopg.Error as error:
+                self._chained = False
+                if not self.ground.reopen():
+                    raise
+                claimed, _, _, seconds = finished[0]
+                verdict = self._settle(claimed, error, self.handlers[claimed.task_type].policy)
+                finished[:] = [(claimed, verdict, error, seconds)]
+        else:
+            self._chained = False
+        transaction.commit()
+
+    def _may_chain(self) -> bool:
+        """Say whether the next claim follows at once, on this connection as it is."""
+        quiet = not (self.owed or self.granted or self.ground.moved)
+        leases = self.admission is not None and self.admission.leases
+        return quiet and not leases and not is_pooled(self.connection)
+
+    def _find_culprit(self, batch: list[Claimed], error: Exception) -> None:
         """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""
         if len(batch) == 1:
             self._blame(TransactionLost(batch[0], error))
@@ -380,6 +435,10 @@ class Execution:
                 self.owed.pop(0)
                 raise  # the task is free, and uncounted: at least its lane takes a rest
             self.owed.pop(0)
+
+
+def _is_invalid(error: BaseException) -> bool:
+    return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
 def timed_out(seconds: float) -> TaskFailed:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.calls import T, one_process
+from pgtask_sa.calls import T, in_one_process, in_one_process_async
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.execution import timed_out
 from pgtask_sa.handlers import Handler
@@ -35,6 +35,7 @@ class SyncFace:
         self.make = make
         self.lane = lane
         self.watchdog = watchdog
+        watchdog.see(lane)
 
     def open(self, **options: Any) -> tuple[Session, Any]:
         """Open a Session on the lane's connection."""
@@ -47,9 +48,9 @@ class SyncFace:
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Call the function; a coroutine that it returns would never run, so that is a failure."""
-        with self.watchdog.guard(handler.timeout, self.lane, claimed), one_process():
-            result = handler.function(*arguments)
-        if inspect.isawaitable(result):
+        with self.watchdog.guard(handler.timeout, self.lane, claimed):
+            result = in_one_process(handler.function, arguments)
+        if result is not None and inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()
             raise TaskFailed("the handler returned something to be awaited; make it `async def`")
@@ -69,6 +70,7 @@ class AsyncFace:
         self.make = make
         self.lane = lane
         self.watchdog = watchdog
+        watchdog.see(lane)
         self._running: asyncio.Future[Any] | None = None
 
     def open(self, **options: Any) -> tuple[Session, Any]:
@@ -123,8 +125,7 @@ class AsyncFace:
 async def _outcome(coroutine: Any) -> BaseException | None:
     """Return what a coroutine raises: SystemExit must not get out, it would end the event loop."""
     try:
-        with one_process():
-            await coroutine
+        await in_one_process_async(coroutine)
     except BaseException as error:  # noqa: BLE001
         return error
     return None

@@ -4,6 +4,11 @@ The handler may do to its session whatever it likes: commit, roll back, begin, b
 lies below the savepoint and survives all of it. A handler that never touches its session never
 pays for one.
 
+To begin, commit and roll back in a transaction that is there already, a session uses savepoints of
+its own. The first of them would lie directly on ours, and so ours is lent to it. And ours is
+released together with making the next one, or by COMMIT. So a handler that writes costs one round
+trip more than its statements.
+
 What it may not do is end the transaction below its session. Four ways lead there, each with a guard
 that refuses before anything has happened: ``COMMIT`` as text, ``session.connection().commit()``,
 that connection's transaction, and ``commit()`` of the driver. Past them all is the driver's own
@@ -23,8 +28,12 @@ from sqlalchemy import Connection, Engine, event
 from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
+from pgtask_sa.wire import execute
 
 SAVEPOINT = "pgtask"
+_OPEN = f"SAVEPOINT {SAVEPOINT}"
+_RENEW = f"RELEASE SAVEPOINT {SAVEPOINT}; {_OPEN}"
+_UNDO = f"ROLLBACK TO SAVEPOINT {SAVEPOINT}"
 ENDS_TRANSACTION = re.compile(
     r"\s*(commit|end|abort|rollback(?!\s+(work\s+|transaction\s+)?to\b)|begin|start\s+transaction"
     r"|prepare\s+transaction)\b",
@@ -40,6 +49,7 @@ SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
+LENDER = "pgtask_lender"  # the ground; also when the handler is through and its session ends
 # The key of what each transaction must set for itself, on a connection through a pooler. The next
 # transaction of the server process there is a stranger's, who must not meet what a handler set.
 POOLED = "pgtask_pooled"
@@ -53,6 +63,21 @@ def watch_errors(engine: Engine) -> None:
     def _remember(context: Any) -> None:
         if context.connection is not None and not context.connection.invalidated:
             context.connection.info[TROUBLE] = context.original_exception
+
+
+def lend_savepoints(engine: Engine) -> None:
+    """Lend handlers' sessions the savepoint of the ground in place of their own."""
+    for name in ("do_savepoint", "do_release_savepoint", "do_rollback_to_savepoint"):
+        setattr(engine.dialect, name, _lending(name, getattr(engine.dialect, name)))
+
+
+def _lending(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
+    def lent(connection: Connection, savepoint: str) -> None:
+        ground: Ground | None = connection.info.get(LENDER)
+        if ground is None or not getattr(ground, name)(savepoint):
+            otherwise(connection, savepoint)
+
+    return lent
 
 
 def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
@@ -98,6 +123,10 @@ class Ground:
         self.open = False
         self.moved = False  # the handler changed the session's settings
         self.shifted = False  # or the transaction's
+        self._spent = False  # the savepoint is there, but of a task before, and kept
+        self._lent: str | None = None  # the name under which a session takes it for its own
+        self._committed = False  # by that session: what follows is not to undo what was before
+        self._pgconn: Any = None
         self._info: MutableMapping[Any, Any] = {}
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.listen(connection, name, getattr(self, f"_{name}"))
@@ -108,10 +137,15 @@ class Ground:
     def __enter__(self) -> Self:
         """Stand guard while a handler runs."""
         self.armed, self.open, self.shifted = True, False, False
+        self._lent, self._committed = None, False
         self._info = self.connection.info
         self._info.pop(TROUBLE, None)
-        self._info[ARMED] = self
+        self._info[ARMED] = self._info[LENDER] = self
+        self._pgconn = self._find_pgconn()
         return self
+
+    def _find_pgconn(self) -> Any:
+        return self.connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
 
     def __exit__(self, *_: object) -> None:
         """Stand down; the savepoint, if there is one, stays open."""
@@ -146,76 +180,124 @@ class Ground:
         elif SETS_LOCAL.match(statement):
             self.shifted = True
 
-    def stand(self) -> None:
-        """Open the savepoint, unless it is open."""
-        if self.open:
-            return
-        self.open = True  # first: its own cursor comes by here again
-        try:
-            self._execute(f"SAVEPOINT {SAVEPOINT}")
-        except BaseException:
-            self.open = False
-            raise
-
     def _commit(self, _conn: Connection) -> None:
         if self.armed:
             raise TaskFailed(ENDED)
 
     _rollback = _commit
 
+    # -- the savepoint -----------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Note that a transaction begins, in which there is no savepoint yet."""
+        self.open = self._spent = False
+
+    def stand(self) -> None:
+        """Open the savepoint, unless it is open."""
+        if self.open:
+            return
+        self.open = True  # first: its own cursor comes by here again
+        try:
+            self._execute(_RENEW if self._spent else _OPEN)
+        except BaseException:
+            self.open = False
+            raise
+        self._spent = False
+
     def undo(self) -> None:
         """Undo all that the handler did, also what it committed; the claim stays."""
         if self.open:
-            self._execute(f"ROLLBACK TO SAVEPOINT {SAVEPOINT}")
-            self.keep()
+            self._execute(_UNDO)
+            self._restore()
+            self._execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
+            self.open = False
 
-    def keep(self, *, check: bool = False) -> None:
-        """Keep what the handler did, as part of the worker's transaction.
+    def keep(self) -> None:
+        """Keep what the handler did, as part of the worker's transaction."""
+        if self.open:
+            self._restore()
+            self._let_go()
+            self.open = False
 
-        With ``check`` its deferred constraints are checked now. A task that breaks one fails while
-        its row is held; at COMMIT the row would be free before the attempt could be counted.
-        """
-        if not self.open:
-            return
-        release = f"RELEASE SAVEPOINT {SAVEPOINT}"
+    def _restore(self) -> None:
+        """Set what the handler may have set to what it was."""
         settings = self._info.get(POOLED)
         if self.moved and settings is not None:
             self._execute("; ".join(filter(None, (FOR_STRANGERS, settings))))
         if self.shifted:
             for statement in AS_BEFORE:  # the next of the batch, and our own statements
                 self._execute(statement)
-        if check:
-            self._execute_both("SET CONSTRAINTS ALL IMMEDIATE", release)
-        else:
-            self._execute(release)
-        self.open = False
+
+    def _let_go(self) -> None:
+        self._spent = True
+
+    def commit(self, *, chain: bool) -> bool:
+        """Commit, after a check of the constraints that were deferred; False: nothing was written.
+
+        A task that breaks one fails while its row is held; at COMMIT the row would be free before
+        the attempt could be counted. With ``chain`` the next transaction begins at once.
+
+        Raises:
+            psycopg.Error: a constraint is broken, and `reopen` leads back; or COMMIT failed.
+        """
+        if self._spent or chain:
+            check = "SET CONSTRAINTS ALL IMMEDIATE; " if self._spent else ""
+            self._execute(check + ("COMMIT AND CHAIN" if chain else "COMMIT"))
+            self.begin()
+            return True
+        return False
+
+    def reopen(self) -> bool:
+        """Go back to before the savepoint was kept, if that can be; then `undo` what was done."""
+        self.open, self._spent = self._spent, False
+        return self.open and self.status() == TransactionStatus.INERROR
+
+    # -- a session's savepoints ----------------------------------------------------------------
+
+    def do_savepoint(self, name: str) -> bool:
+        """Lend the savepoint to a session; False: it needs one of its own."""
+        if self._lent is not None or self._committed or not self.armed:
+            return False
+        self._lent = name
+        return True
+
+    def do_release_savepoint(self, name: str) -> bool:
+        """Take it back from a session that commits; False: it is not ours."""
+        if name != self._lent:
+            return False
+        self._lent, self._committed = None, self.open
+        return True
+
+    def do_rollback_to_savepoint(self, name: str) -> bool:
+        """Take it back from a session that rolls back; False: it is not ours."""
+        if name != self._lent:
+            return False
+        self._lent = None
+        if self.open:
+            self.connection.exec_driver_sql(_UNDO)
+        return True
+
+    # -- the connection ------------------------------------------------------------------------
 
     def _execute(self, statement: str) -> None:
-        # past SQLAlchemy, whose own savepoints on this connection may be in any state by now
-        cursor = self.connection.connection.cursor()
-        try:
-            cursor.execute(statement)
-        except psycopg.Error as error:
-            self._info[TROUBLE] = error
-            raise
-        finally:
-            cursor.close()
+        """Execute a statement, or several, past SQLAlchemy.
 
-    def _execute_both(self, first: str, second: str) -> None:
-        """Execute two statements in one round trip; with psycopg, and unprepared, that can be."""
+        Its own savepoints on this connection may be in any state by now.
+        """
         dbapi: Any = self.connection.connection.dbapi_connection
-        both = f"{first}; {second}"
         try:
             if hasattr(dbapi, "run_async"):
-                dbapi.run_async(lambda driver: driver.execute(both, prepare=False))
+                dbapi.run_async(lambda driver: driver.execute(statement, prepare=False))
             else:
-                dbapi.execute(both, prepare=False)
+                execute(dbapi.pgconn, statement)
         except psycopg.Error as error:
             self._info[TROUBLE] = error
             raise
 
     def status(self) -> TransactionStatus:
         """Ask the driver, without a round trip, what became of the transaction."""
+        if self.armed and self._pgconn is not None:
+            return self._pgconn.transaction_status  # type: ignore[no-any-return]
         if self.connection.closed or self.connection.invalidated:
             return TransactionStatus.UNKNOWN
         driver: Any = self.connection.connection.driver_connection

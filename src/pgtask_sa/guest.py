@@ -13,6 +13,7 @@ from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakSet
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import ColumnElement, Connection, Engine, Executable
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
@@ -25,7 +26,7 @@ from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
-from pgtask_sa.ground import Ground, watch_errors
+from pgtask_sa.ground import SAVEPOINT, TROUBLE, Ground, watch_errors
 from pgtask_sa.handlers import Handler, TaskRegistry
 from pgtask_sa.reports import next_in_line
 from pgtask_sa.retry import Verdict
@@ -234,7 +235,23 @@ class _Notes(Settler):
 
 
 class _AnyGround(Ground):
-    """Asks the server for the state of the transaction where the driver, asyncpg, does not tell."""
+    """Works with every driver, and asks the server for what asyncpg does not tell."""
+
+    def _find_pgconn(self) -> None:
+        return None
+
+    def _execute(self, statement: str) -> None:
+        cursor = self.connection.connection.cursor()
+        try:
+            cursor.execute(statement)
+        except psycopg.Error as error:
+            self._info[TROUBLE] = error
+            raise
+        finally:
+            cursor.close()
+
+    def _let_go(self) -> None:
+        self._execute(f"RELEASE SAVEPOINT {SAVEPOINT}")  # other savepoints lie below it
 
     def status(self) -> TransactionStatus:
         if self.connection.closed or self.connection.invalidated:

@@ -37,7 +37,7 @@ from pgtask_sa.roster import Roster
 from pgtask_sa.settle import Tables, TransactionLost
 from pgtask_sa.solitude import LOOK, Gate, Solitary
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
-from pgtask_sa.watchdog import Watchdog
+from pgtask_sa.watchdog import Watch, Watchdog
 
 PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
 RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
@@ -51,6 +51,7 @@ class Lane(Protocol):
     kind: str
     trouble: Trouble
     execution: Execution | None
+    watch: Watch | None
     entry: int | None
     abandoned: bool
 
@@ -192,6 +193,7 @@ class SyncLane(threading.Thread):
         self.number = number
         self.trouble = Trouble(shared)
         self.execution: Execution | None = None
+        self.watch: Watch | None = None
         self.entry: int | None = None
         self.abandoned = False
         self._woken = threading.Event()
@@ -231,6 +233,7 @@ class SyncLane(threading.Thread):
         while not gate.enter(self):
             if self._over():
                 return 0
+            execution.pause()
             self.shared.rest(self)
             time.sleep(LOOK)
         try:
@@ -277,6 +280,7 @@ class AsyncLane:
         self.name = f"pgtask-async-lane-{number}"
         self.trouble = Trouble(shared)
         self.execution: Execution | None = None
+        self.watch: Watch | None = None
         self.entry: int | None = None
         self.abandoned = False
         self.task: asyncio.Task[None] | None = None
@@ -331,6 +335,7 @@ class AsyncLane:
         while not gate.enter(self):
             if self._over():
                 return 0
+            await connection.run_sync(lambda _connection: execution.pause())
             await asyncio.to_thread(self.shared.rest, self)
             await asyncio.sleep(LOOK)
         try:

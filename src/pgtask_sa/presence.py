@@ -27,10 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import psycopg
-from psycopg import pq
 from sqlalchemy import Connection, Engine, Executable, Table
-from sqlalchemy.dialects import postgresql
 
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION, TOUCHED
@@ -38,6 +35,7 @@ from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import is_blameless
 from pgtask_sa.settle import Claimed
+from pgtask_sa.wire import Wired, checked
 
 T = TypeVar("T")
 
@@ -49,8 +47,6 @@ POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
     "without a limit; give --direct-url"
 )
-_NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
-_GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
 
 
 @dataclass
@@ -212,7 +208,7 @@ class Presence:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
             for each in (self._note, self._note_in_place):
-                _check(self._driver.pgconn.prepare(each.name, each.text))
+                checked(self._driver.pgconn.prepare(each.name, each.text.encode()))
         elif not self._told:
             self._told = True
             self.events.emit("presence.pooled", POOLED, level=logging.WARNING)
@@ -239,8 +235,8 @@ class Presence:
         values = {
             "worker_id": self.worker_id,
             "lane": lane,
-            "task_ids": _array(ids),
-            "row_versions": _array(versions),
+            "task_ids": ids,
+            "row_versions": versions,
             "backend_pid": pid,
             "begun_at": begun,
         }
@@ -266,7 +262,7 @@ class Presence:
 
     def _execute(self, note: _Numbered, values: dict[str, Any]) -> Any:
         pgconn = self._driver.pgconn
-        return _check(pgconn.exec_prepared(note.name, note.parameters(values)))
+        return checked(pgconn.exec_prepared(note.name, note.parameters(values)))
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
         """Tell which of the workers that had claimed these rows before are dead.
@@ -291,25 +287,12 @@ class Presence:
         return found
 
 
-class _Numbered:
-    """A statement as libpq takes it: ``$1`` in the text, and values as bytes in that order."""
+class _Numbered(Wired):
+    """A statement that libpq is told by its name, with values as bytes."""
 
     def __init__(self, statement: Executable, name: bytes) -> None:
+        super().__init__(statement)
         self.name = name
-        compiled: Any = statement.compile(dialect=_NUMBERED)  # type: ignore[attr-defined]
-        self.text: bytes = compiled.string.encode()
-        self.names: list[str] = compiled.positiontup
 
     def parameters(self, values: dict[str, Any]) -> list[bytes | None]:
-        given = (values[name] for name in self.names)
-        return [None if value is None else str(value).encode() for value in given]
-
-
-def _array(numbers: Iterable[int]) -> str:
-    return f"{{{','.join(map(str, numbers))}}}"
-
-
-def _check(result: Any) -> Any:
-    if result.status in _GOOD:
-        return result
-    raise psycopg.errors.error_from_result(result)
+        return [None if v is None else str(v).encode() for v in self.values(values)]

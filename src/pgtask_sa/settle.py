@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 from uuid import UUID
 
-from sqlalchemy import Connection, Executable, RowMapping, Table
+from sqlalchemy import Connection, Executable, Table
 from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import statements
@@ -25,11 +25,13 @@ from pgtask_sa.retry import Policy, Verdict, decide
 from pgtask_sa.rows import WHOLE_ROW
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Claimed:
     """A row that was claimed: all its columns, so that it can be put back whole.
 
     Attributes:
+        task_id: its number.
+        task_type: its type, as text.
         values: the columns.
         json: the params are JSON, which came as text.
         uncounted: starts that the row does not count: with workers that died. Less than none in a
@@ -37,20 +39,12 @@ class Claimed:
         was_alone: one of these workers had nothing else in flight.
     """
 
-    values: RowMapping
+    task_id: int
+    task_type: str
+    values: Mapping[Any, Any]
     json: bool
     uncounted: int = 0
     was_alone: bool = False
-
-    @property
-    def task_id(self) -> int:
-        """The number of the task."""
-        return self.values["task_id"]  # type: ignore[no-any-return]
-
-    @property
-    def task_type(self) -> str:
-        """The type, as text."""
-        return self.values["task_type"]  # type: ignore[no-any-return]
 
     @property
     def attempts(self) -> int:
@@ -60,11 +54,13 @@ class Claimed:
     def params(self) -> Any:
         """Decode the params; JSON came as text."""
         raw = self.values["params"]
-        return json.loads(raw) if self.json else raw
+        return _decode(raw) if self.json else raw
 
     def __str__(self) -> str:
         return f"task {self.task_id} {self.task_type}"
 
+
+_decode = json.JSONDecoder().decode  # what `json.loads` comes to, after some questions
 
 # A task, what became of it, the error if there was one, and the seconds it took.
 Report: TypeAlias = "tuple[Claimed, Verdict, BaseException | None, float]"
@@ -122,9 +118,9 @@ class Tables:
             self._retries[names] = statements.retry(self.task, names, self.unique)
         return self._retries[names]
 
-    def claimed(self, row: RowMapping, uncounted: int = 0) -> Claimed:
+    def claimed(self, row: Mapping[Any, Any], uncounted: int = 0) -> Claimed:
         """Wrap a row that a claim returned."""
-        return Claimed(row, self.json, uncounted)
+        return Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
 
 
 CUT_OFF = "the connection was lost while the handler ran"

@@ -16,16 +16,18 @@ by the lane.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Protocol
+from weakref import WeakSet
 
 from sqlalchemy import Connection, Engine
 
@@ -40,29 +42,79 @@ SECOND_GRACE = 2.0
 WARN_FROM = 10.0  # seconds; of limits that long it is told when half of the time is over
 PATIENCE = "set local lock_timeout = '5s'"  # for the server process to end
 ENFORCERS = 4  # threads, and so connections, at once
+_UNGUARDED = nullcontext()
+_moment = attrgetter("when")
 
 
 class Guarded(Protocol):
     """What the watchdog knows of a lane."""
 
     execution: Execution | None
+    watch: Watch | None  # of what it runs, or ran last
 
 
-class _Watch:
-    def __init__(self, lane: Guarded, claimed: Claimed, limit: float, deadline: float) -> None:
+class Watch:
+    """The deadline of one call of a handler; to be entered when it begins."""
+
+    __slots__ = (
+        "claimed",
+        "deadline",
+        "dog",
+        "enforced",
+        "enforcing",
+        "fired",
+        "lane",
+        "limit",
+        "lock",
+        "over",
+        "when",
+    )
+
+    def __init__(
+        self, dog: Watchdog, lane: Guarded, claimed: Claimed, limit: float, grace: float = 0.0
+    ) -> None:
+        now = time.monotonic()
+        self.dog = dog
         self.lane = lane
         self.claimed = claimed
         self.limit = limit
-        self.deadline = deadline
+        self.deadline = now + limit + grace
+        self.when = now + limit / 2 if limit >= WARN_FROM else self.deadline  # to look at it
         self.over = False
         self.fired = False
         self.enforced = False
         self.lock = threading.Lock()  # held while `over` or `fired` changes, never for long
         self.enforcing = threading.Lock()  # held as long as its transaction is being ended
 
+    def __enter__(self) -> None:
+        self.lane.watch = self
+        self.dog.heed(self.when)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        # nobody has seen it: the interpreter was busy
+        is_late = kind is None and time.monotonic() > self.deadline
+        if self._end() or is_late:
+            raise timed_out(self.limit)
+
+    def _end(self) -> bool:
+        """Take the watch off; True if the time was over, but the transaction is untouched."""
+        with self.lock:
+            self.over = True
+        with self.enforcing:  # waits for an enforcement under way: its connection is then dead
+            if not self.fired or self.enforced:
+                return False
+        # An ordinary failure: the lane counts it in the transaction that still holds the row.
+        _execution(self.lane).expired = None
+        return True
+
 
 class Watchdog(threading.Thread):
-    """One thread that sees the deadlines of all lanes of a worker, and a few that enforce them."""
+    """One thread that sees the deadlines of all lanes of a worker, and a few that enforce them.
+
+    A lane begins and ends a task thousands of times a second, and hardly ever misses a deadline. So
+    it only leaves its watch where the thread finds it, and wakes the thread only if that would come
+    too late.
+    """
 
     def __init__(self, engine: Engine, settle: Callable[..., Settler]) -> None:
         super().__init__(name="pgtask-watchdog", daemon=True)
@@ -70,57 +122,33 @@ class Watchdog(threading.Thread):
         self.settle = settle
         self.on_stuck: Callable[[Any], None] = lambda _lane: None
         self._changed = threading.Condition()
-        self._heap: list[tuple[float, int, _Watch]] = []
-        self._numbers = itertools.count()
-        self._purge_at = 1000
+        self._lanes: WeakSet[Guarded] = WeakSet()
+        self._stuck: list[Watch] = []  # handlers whose task was taken from them
+        self._awake_at = math.inf  # when it looks next; infinity while it looks
         self._stopping = False
-        self._due: deque[_Watch] = deque()
+        self._due: deque[Watch] = deque()
         self._enforcers = 0
 
-    @contextmanager
     def guard(
         self, seconds: float | None, lane: Guarded, claimed: Claimed, *, grace: float = 0.0
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Enforce a deadline on what runs inside; no deadline costs nothing.
 
-        Raises:
-            TaskFailed: what runs inside came to its end, but too late.
+        Leaving it raises TaskFailed if what ran inside came to its end, but too late.
         """
         if seconds is None:
-            yield
-            return
-        now = time.monotonic()
-        watch = _Watch(lane, claimed, seconds, now + seconds + grace)
-        self._push(now + seconds / 2 if seconds >= WARN_FROM else watch.deadline, watch)
-        try:
-            yield
-            if time.monotonic() > watch.deadline:  # nobody has seen it: the interpreter was busy
-                raise timed_out(seconds)
-        finally:
-            if self._end(watch):
-                raise timed_out(seconds)
+            return _UNGUARDED
+        return Watch(self, lane, claimed, seconds, grace)
 
-    @staticmethod
-    def _end(watch: _Watch) -> bool:
-        """Take the watch off; True if the time was over, but the transaction is untouched."""
-        with watch.lock:
-            watch.over = True
-        with watch.enforcing:  # waits for an enforcement under way: its connection is then dead
-            if not watch.fired or watch.enforced:
-                return False
-        # An ordinary failure: the lane counts it in the transaction that still holds the row.
-        _execution(watch.lane).expired = None
-        return True
-
-    def _push(self, when: float, watch: _Watch) -> None:
+    def see(self, lane: Guarded) -> None:
+        """Look at the watches of a lane from now on, as long as there is one."""
         with self._changed:
-            if len(self._heap) >= self._purge_at:  # long deadlines, short tasks: mostly over
-                self._heap = [entry for entry in self._heap if not entry[2].over]
-                heapq.heapify(self._heap)
-                self._purge_at = max(1000, 2 * len(self._heap))
-            entry = (when, next(self._numbers), watch)
-            heapq.heappush(self._heap, entry)
-            if self._heap[0] is entry:  # else it is awake in time anyway
+            self._lanes.add(lane)
+
+    def heed(self, when: float) -> None:
+        """Be awake at that moment; the watch is to be found already."""
+        if when < self._awake_at:
+            with self._changed:  # it sleeps by now, or looks: then it must look once more
                 self._changed.notify()
 
     def stop(self) -> None:
@@ -144,21 +172,36 @@ class Watchdog(threading.Thread):
             elif self._mark(watch):
                 self._hand_over(watch)
 
-    def _next(self) -> _Watch | None:
+    def _next(self) -> Watch | None:
         with self._changed:
             while not self._stopping:
-                while self._heap and self._heap[0][2].over:
-                    heapq.heappop(self._heap)
-                wait = self._heap[0][0] - time.monotonic() if self._heap else None
-                if wait is not None and wait <= 0:
-                    return heapq.heappop(self._heap)[2]
-                self._changed.wait(wait)
+                self._awake_at = math.inf
+                watch = min(self._watches(), key=_moment, default=None)
+                when = math.inf if watch is None else watch.when
+                wait = when - time.monotonic()
+                if watch is not None and wait <= 0:
+                    watch.when = math.inf  # until it is said when to look again
+                    return watch
+                self._awake_at = when
+                # a watch that was put on since it looked has seen infinity, and waits to tell
+                self._changed.wait(min(wait, threading.TIMEOUT_MAX))
         return None
 
-    def _warn(self, watch: _Watch) -> None:
+    def _watches(self) -> Iterator[Watch]:
+        self._stuck = [watch for watch in self._stuck if watch.when < math.inf]
+        for watch in chain((lane.watch for lane in self._lanes), self._stuck):
+            if watch is not None and not watch.over:
+                yield watch
+
+    def _again(self, watch: Watch, when: float) -> None:
+        """Look at a watch once more."""
+        watch.when = when
+        self.heed(when)
+
+    def _warn(self, watch: Watch) -> None:
         """Tell of a task that takes long, well before it is ended."""
         claimed, lane = watch.claimed, watch.lane
-        self._push(watch.deadline, watch)
+        self._again(watch, watch.deadline)
         _execution(lane).events.emit(
             "task.slow",
             f"{claimed} has been running for {watch.limit / 2:g} s; "
@@ -169,7 +212,7 @@ class Watchdog(threading.Thread):
             limit=watch.limit,
         )
 
-    def _mark(self, watch: _Watch) -> bool:
+    def _mark(self, watch: Watch) -> bool:
         """Keep an attempt from being committed; False if there is nothing to enforce."""
         with watch.lock:
             if watch.over:
@@ -178,7 +221,7 @@ class Watchdog(threading.Thread):
             if self._take(watch.lane, watch.claimed):
                 return True
             watch.enforced = True  # by its own event loop
-        self._push(time.monotonic() + SECOND_GRACE, watch)
+        self._again(watch, time.monotonic() + SECOND_GRACE)
         return False
 
     def _take(self, lane: Guarded, claimed: Claimed) -> bool:
@@ -190,20 +233,22 @@ class Watchdog(threading.Thread):
             execution.expired = claimed
         return True
 
-    def _look_again(self, watch: _Watch) -> None:
+    def _look_again(self, watch: Watch) -> None:
         if not watch.over and _execution(watch.lane).running is watch.claimed:
             self.on_stuck(watch.lane)
 
     def abandon_later(self, lane: Guarded, claimed: Claimed) -> None:
         """Give a handler whose task was taken from it a moment to notice; then it is stuck."""
-        now = time.monotonic()
-        watch = _Watch(lane, claimed, 0.0, now)
+        watch = Watch(self, lane, claimed, 0.0)
         watch.fired = True
-        self._push(now + SECOND_GRACE, watch)
+        watch.when = time.monotonic() + SECOND_GRACE
+        with self._changed:
+            self._stuck.append(watch)
+            self._changed.notify()
 
     # -- enforcing ---------------------------------------------------------------------------
 
-    def _hand_over(self, watch: _Watch) -> None:
+    def _hand_over(self, watch: Watch) -> None:
         with self._changed:
             self._due.append(watch)
             if self._enforcers == ENFORCERS:
@@ -220,13 +265,13 @@ class Watchdog(threading.Thread):
                 watch = self._due.popleft()
             self._fire(watch)
 
-    def _fire(self, watch: _Watch) -> None:
+    def _fire(self, watch: Watch) -> None:
         with watch.enforcing:
             if watch.over:
                 return
             watch.enforced = True
             self._undo(_execution(watch.lane), watch.claimed)
-        self._push(time.monotonic() + SECOND_GRACE, watch)
+        self._again(watch, time.monotonic() + SECOND_GRACE)
 
     def expire(self, lane: Guarded, claimed: Claimed) -> None:
         """Undo what a lane is doing: end its transaction, count the attempt."""

@@ -174,4 +174,5 @@ def sweepers(url: str, kind: str, **options: Any) -> Iterator[Sweeper]:
 
 def _unwatched() -> Any:
     """Return a lane and a watchdog that set no deadlines."""
-    return SimpleNamespace(), SimpleNamespace(guard=lambda *_, **__: nullcontext())
+    watchdog = SimpleNamespace(guard=lambda *_, **__: nullcontext(), see=lambda _lane: None)
+    return SimpleNamespace(), watchdog
