@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import POOLED, guard_driver, lend_savepoints, watch_errors
+from pgtask_sa.ground import POOLED, guard_driver, heed_farewell, lend_savepoints, watch_errors
 
 DRIVER = "postgresql+psycopg"
 LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too
@@ -224,6 +224,7 @@ def _prepare_connection(limit: int | None, dbapi_connection: Any, record: Any) -
     driver = getattr(dbapi_connection, "driver_connection", dbapi_connection)
     _OURS.add(driver)
     guard_driver(driver, record.info)
+    heed_farewell(driver)
     settings = [CHECK_CLIENT, DATE_STYLE, IDLE_TIMEOUT]
     own = server_keepalives()  # of a socket: through a pooler it is the pooler's
     if limit is not None and driver.info.server_version >= LIMITS_SINCE:

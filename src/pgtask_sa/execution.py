@@ -100,6 +100,7 @@ class Execution:
         self._chained = False  # it began with the COMMIT of the one before
         self._more = False  # the claim took all it may: there is probably more
         self._wired: dict[Executable, Wired] = {}
+        self._writing: set[str] = set()  # types whose handlers have used their session
 
     # -- the walk of one claim ---------------------------------------------------------------
 
@@ -237,9 +238,11 @@ class Execution:
         error: BaseException | None = None
         with self.ground:
             try:
+                if claimed.task_type in self._writing:
+                    self.ground.expect()
                 given = arguments(handler, handed, claimed, self.tables)
                 self.face.call(handler, given, claimed)
-                self._finish(session)
+                self._finish(session, claimed)
             except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
                 error = raised
             status = self.ground.status()
@@ -251,14 +254,16 @@ class Execution:
         if self.expired is claimed:
             raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
         if status in LOST or not self._transaction.is_active:
+            error = self.ground.reason(error)
             raise TransactionLost(claimed, error, ended=status != TransactionStatus.UNKNOWN)
-        if sqlstate(trouble) in NO_SAVEPOINT:  # gone with a transaction that the handler ended
+        if trouble is not None and sqlstate(trouble) in NO_SAVEPOINT:
+            # gone with a transaction that the handler ended
             raise TransactionLost(claimed, error or TaskFailed(ENDED), ended=True, dirty=True)
         if trouble is not None or status == TransactionStatus.ACTIVE:
             raise TransactionLost(claimed, error or TaskFailed(IN_USE), dirty=True)
         return error
 
-    def _finish(self, session: Session) -> None:
+    def _finish(self, session: Session, claimed: Claimed) -> None:
         """Flush the handler's session and release the savepoints, if there is nothing amiss."""
         status = self.ground.status()
         if status == TransactionStatus.INERROR:
@@ -273,6 +278,10 @@ class Execution:
         if session.in_transaction():
             session.commit()
         self.ground.keep()
+        if self.ground.used:
+            self._writing.add(claimed.task_type)
+        else:
+            self._writing.discard(claimed.task_type)
 
     # -- what became of it -------------------------------------------------------------------
 
@@ -332,8 +341,9 @@ class Execution:
             raise Stopped
         try:
             self._commit_checked(transaction, batch, finished)
-        except (DBAPIError, psycopg.Error) as error:
-            lost = self.ground.status() == TransactionStatus.UNKNOWN or _is_invalid(error)
+        except (DBAPIError, psycopg.Error) as raised:
+            error = self.ground.reason(raised) or raised
+            lost = self.ground.status() == TransactionStatus.UNKNOWN or _is_invalid(raised)
             if lost and sqlstate(error) not in TIME_LIMITS:
                 self.events.emit(
                     "commit.unknown",
@@ -376,7 +386,7 @@ class Execution:
         leases = self.admission is not None and self.admission.leases
         return quiet and not leases and not is_pooled(self.connection)
 
-    def _find_culprit(self, batch: list[Claimed], error: Exception) -> None:
+    def _find_culprit(self, batch: list[Claimed], error: BaseException) -> None:
         """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""
         if len(batch) == 1:
             self._blame(TransactionLost(batch[0], error))

@@ -20,15 +20,18 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DBAPIError
 from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
-from pgtask_sa.wire import execute
+from pgtask_sa.failures import sqlstate
+from pgtask_sa.wire import receive, send
 
 SAVEPOINT = "pgtask"
 _OPEN = f"SAVEPOINT {SAVEPOINT}"
@@ -49,6 +52,8 @@ SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
+_SILENT = (type(None), DBAPIError, psycopg.Error)  # errors that may not tell why
+FAREWELL = "pgtask_farewell"  # attribute of a driver's: why the server has ended the connection
 LENDER = "pgtask_lender"  # the ground; also when the handler is through and its session ends
 # The key of what each transaction must set for itself, on a connection through a pooler. The next
 # transaction of the server process there is a stranger's, who must not meet what a handler set.
@@ -63,6 +68,20 @@ def watch_errors(engine: Engine) -> None:
     def _remember(context: Any) -> None:
         if context.connection is not None and not context.connection.invalidated:
             context.connection.info[TROUBLE] = context.original_exception
+
+
+def heed_farewell(driver: Any) -> None:
+    """Remember why the server ends a connection on which nothing is being asked.
+
+    When something is asked later, all that libpq knows is that the connection is gone.
+    """
+
+    def remember(diagnostic: Any) -> None:
+        if diagnostic.severity_nonlocalized == "FATAL":
+            kind = psycopg.errors.lookup(diagnostic.sqlstate)
+            setattr(driver, FAREWELL, kind(diagnostic.message_primary))
+
+    driver.add_notice_handler(remember)
 
 
 def lend_savepoints(engine: Engine) -> None:
@@ -81,20 +100,26 @@ def _lending(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
 
 
 def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
-    """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs.
+    """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs on it.
 
     And open the savepoint for a handler that goes to the (sync) driver without its session.
     """
+
+    def on_guard() -> Ground | None:
+        ground: Ground | None = info.get(ARMED)
+        # a connection that was taken out of its pool shares this info with the one that replaced it
+        return ground if ground is not None and ground.driver is driver else None
+
     for name in ("commit", "rollback"):
-        setattr(driver, name, _guarded(getattr(driver, name), info))
+        setattr(driver, name, _guarded(getattr(driver, name), on_guard))
     if not inspect.iscoroutinefunction(driver.commit):
         for name in ("cursor", "transaction"):
-            setattr(driver, name, _standing(getattr(driver, name), info))
+            setattr(driver, name, _standing(getattr(driver, name), on_guard))
 
 
-def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Callable[[], Any]:
+def _guarded(method: Callable[[], Any], on_guard: Callable[[], Ground | None]) -> Callable[[], Any]:
     def sync() -> Any:
-        if info.get(ARMED):
+        if on_guard():
             raise TaskFailed(ENDED)
         return method()
 
@@ -104,9 +129,11 @@ def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Calla
     return awaited if inspect.iscoroutinefunction(method) else sync
 
 
-def _standing(method: Callable[..., Any], info: MutableMapping[Any, Any]) -> Callable[..., Any]:
+def _standing(
+    method: Callable[..., Any], on_guard: Callable[[], Ground | None]
+) -> Callable[..., Any]:
     def opened(*args: Any, **kw: Any) -> Any:
-        ground: Ground | None = info.get(ARMED)
+        ground = on_guard()
         if ground is not None:
             ground.stand()
         return method(*args, **kw)
@@ -124,8 +151,11 @@ class Ground:
         self.moved = False  # the handler changed the session's settings
         self.shifted = False  # or the transaction's
         self._spent = False  # the savepoint is there, but of a task before, and kept
+        self.used = False  # the handler has needed it
+        self._sent = False  # it has been asked for, and the answer not been read
         self._lent: str | None = None  # the name under which a session takes it for its own
         self._committed = False  # by that session: what follows is not to undo what was before
+        self.driver: Any = None  # psycopg's connection
         self._pgconn: Any = None
         self._info: MutableMapping[Any, Any] = {}
         for name in ("before_cursor_execute", "commit", "rollback"):
@@ -136,16 +166,33 @@ class Ground:
 
     def __enter__(self) -> Self:
         """Stand guard while a handler runs."""
-        self.armed, self.open, self.shifted = True, False, False
+        self.armed, self.open, self.used, self.shifted = True, False, False, False
         self._lent, self._committed = None, False
         self._info = self.connection.info
         self._info.pop(TROUBLE, None)
         self._info[ARMED] = self._info[LENDER] = self
-        self._pgconn = self._find_pgconn()
+        self.driver = self.connection.connection.driver_connection
+        self._pgconn = getattr(self.driver, "pgconn", None)
         return self
 
-    def _find_pgconn(self) -> Any:
-        return self.connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
+    def expect(self) -> None:
+        """Ask for the savepoint, as the handler will need it; by then the answer will be there."""
+        if self._pgconn is not None and not hasattr(self._dbapi(), "run_async"):
+            send(self._pgconn, _RENEW if self._spent else _OPEN)
+            self._sent = True
+
+    def _dbapi(self) -> Any:
+        return self.connection.connection.dbapi_connection
+
+    def _answer(self) -> None:
+        """Read the answer to what `expect` has asked."""
+        self._sent = False
+        try:
+            receive(self._pgconn)
+        except psycopg.Error as error:
+            self._info[TROUBLE] = error
+            raise
+        self._spent, self.open = False, True
 
     def __exit__(self, *_: object) -> None:
         """Stand down; the savepoint, if there is one, stays open."""
@@ -190,10 +237,13 @@ class Ground:
 
     def begin(self) -> None:
         """Note that a transaction begins, in which there is no savepoint yet."""
-        self.open = self._spent = False
+        self.open = self._spent = self._sent = False
 
     def stand(self) -> None:
         """Open the savepoint, unless it is open."""
+        self.used = True
+        if self._sent:
+            self._answer()
         if self.open:
             return
         self.open = True  # first: its own cursor comes by here again
@@ -284,18 +334,22 @@ class Ground:
 
         Its own savepoints on this connection may be in any state by now.
         """
-        dbapi: Any = self.connection.connection.dbapi_connection
+        dbapi = self._dbapi()
         try:
             if hasattr(dbapi, "run_async"):
                 dbapi.run_async(lambda driver: driver.execute(statement, prepare=False))
             else:
-                execute(dbapi.pgconn, statement)
+                send(dbapi.pgconn, statement)
+                receive(dbapi.pgconn)
         except psycopg.Error as error:
-            self._info[TROUBLE] = error
+            self._info[TROUBLE] = self.reason(error)
             raise
 
     def status(self) -> TransactionStatus:
         """Ask the driver, without a round trip, what became of the transaction."""
+        if self._sent:
+            with suppress(psycopg.Error):  # the status will tell
+                self._answer()
         if self.armed and self._pgconn is not None:
             return self._pgconn.transaction_status  # type: ignore[no-any-return]
         if self.connection.closed or self.connection.invalidated:
@@ -303,6 +357,13 @@ class Ground:
         driver: Any = self.connection.connection.driver_connection
         status: TransactionStatus = driver.info.transaction_status
         return status
+
+    def reason(self, error: BaseException | None) -> BaseException | None:
+        """Return why the server ended the connection, in place of an error that does not tell."""
+        if sqlstate(error) is not None or not isinstance(error, _SILENT):
+            return error
+        found: BaseException | None = getattr(self.driver, FAREWELL, None)
+        return found or error or self.trouble()
 
     def trouble(self) -> BaseException | None:
         """Return the last database error on this connection since the handler began."""

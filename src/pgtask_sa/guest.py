@@ -237,8 +237,10 @@ class _Notes(Settler):
 class _AnyGround(Ground):
     """Works with every driver, and asks the server for what asyncpg does not tell."""
 
-    def _find_pgconn(self) -> None:
-        return None
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._pgconn = None
+        return self
 
     def _execute(self, statement: str) -> None:
         cursor = self.connection.connection.cursor()

@@ -94,18 +94,33 @@ def _element(item: Any) -> str:
     return '"' + str(item).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def execute(pgconn: pq.abc.PGconn, commands: str) -> None:
-    """Execute commands without parameters, in one round trip, on a connection of a thread.
+def send(pgconn: pq.abc.PGconn, commands: str) -> None:
+    """Send commands without parameters, on a connection of a thread; then `receive`.
 
-    Not by `PQexec`, which of several errors keeps the last: not why the server ends a connection,
-    but that it did.
+    Raises:
+        psycopg.OperationalError: the connection was lost.
+    """
+    pgconn.send_query(commands.encode())
+    pgconn.flush()
+
+
+def receive(pgconn: pq.abc.PGconn) -> None:
+    """Wait for the answer to what was sent.
+
+    `PQexec` would do both at once. But of several errors it keeps the last: not why the server ends
+    a connection, but that it did.
 
     Raises:
         psycopg.Error: the first error.
     """
-    pgconn.send_query(commands.encode())
-    for result in list(results(pgconn)):  # all, or the connection stays busy
-        checked(result)
+    problem: psycopg.Error | None = None
+    try:
+        for result in results(pgconn):  # all, or the connection stays busy
+            problem = problem or _problem(result)
+    except psycopg.OperationalError as lost:
+        problem = problem or lost
+    if problem is not None:
+        raise problem
 
 
 def results(pgconn: pq.abc.PGconn) -> Iterator[pq.abc.PGresult]:
@@ -136,8 +151,15 @@ def checked(result: Any) -> Any:
     Raises:
         psycopg.Error: that error.
     """
+    problem = _problem(result)
+    if problem is not None:
+        raise problem
+    return result
+
+
+def _problem(result: Any) -> psycopg.Error | None:
     if result.status in _GOOD:
-        return result
+        return None
     if not result.error_field(pq.DiagnosticField.SQLSTATE):
-        raise psycopg.OperationalError(result.get_error_message())  # the connection was lost
-    raise psycopg.errors.error_from_result(result)
+        return psycopg.OperationalError(result.get_error_message())  # the connection was lost
+    return psycopg.errors.error_from_result(result)
