@@ -18,6 +18,7 @@ from waiting import let_pass
 
 from pgtask_sa.events import Events
 from pgtask_sa.lanes import Trouble
+from pgtask_sa.loops import Helpers
 from pgtask_sa.mapping import LOCK_CLASS
 from pgtask_sa.wakeup import Health
 
@@ -44,6 +45,24 @@ async def _exit_in_a_child(error: type[BaseException]) -> None:
         raise error(1)
 
     await asyncio.gather(child())
+
+
+def test_helpers_of_the_event_loop():
+    """As many at once as there may be, all daemons; the rest waits, and errors come back."""
+    helpers, together = Helpers(2), threading.Barrier(2)
+
+    def meet() -> tuple[int, bool]:
+        return together.wait(10), threading.current_thread().daemon
+
+    met = [helpers.submit(meet) for _ in range(4)]
+    failed = helpers.submit(divmod, 1, 0)
+    assert [(0, True), (0, True), (1, True), (1, True)] == sorted(f.result(20) for f in met)
+    assert ZeroDivisionError is type(failed.exception(10))
+    threads = [t for t in threading.enumerate() if t.name.startswith("pgtask-helper")]
+    helpers.shutdown()
+    for thread in threads:
+        thread.join(10)
+    assert [False, False] == [thread.is_alive() for thread in threads]
 
 
 @pytest.mark.parametrize("timeout", [None, 5])
