@@ -58,6 +58,21 @@ def _through_pooler() -> bool:
     return kind == "pgbouncer"
 
 
+MOST_PROCESSES = 4  # each with a server of its own
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Say how many processes share the tests; none but this one where they would be in the way.
+
+    With ``-s`` somebody wants to see what tests print; and a server that was given is one for all,
+    while some tests look at everything that happens on theirs.
+    """
+    if config.getoption("capture") == "no" or _server_kind() == "url":
+        return 0
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what cannot be through a pooler."""
     if _through_pooler() and item.get_closest_marker("direct"):

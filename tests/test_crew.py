@@ -14,8 +14,9 @@ import psycopg
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
-from waiting import let_pass
+from waiting import SOON, let_pass
 
+from pgtask_sa import wakeup
 from pgtask_sa.events import Events
 from pgtask_sa.lanes import Trouble
 from pgtask_sa.loops import Helpers
@@ -184,7 +185,9 @@ def test_deadlines_do_not_wait_for_each_other(db_url):
     with _session(running) as other:
         other.execute(text("lock table dead_task in access exclusive mode"))
         with running:
-            running.until(lambda: running.told("task.retry"), 4)
+            entered = time.monotonic()
+            running.until(lambda: running.told("task.retry"))
+            assert 4.5 > time.monotonic() - entered  # nobody waits longer than 5 s for a lock
             other.rollback()
             running.until(lambda: len(running.dead()) == 2)
     assert ([], 0) == (running.marks(), running.count())
@@ -231,8 +234,9 @@ def test_a_handler_that_is_late_while_the_watchdog_is_not_there(db_url, monkeypa
 
 
 @pytest.mark.direct
-def test_an_announcement_that_is_lost(db_url):
+def test_an_announcement_that_is_lost(db_url, monkeypatch):
     """An insert held the lock in the moment in which the worker fell asleep; it tries again."""
+    monkeypatch.setattr(wakeup, "GROWTH", 1000.0)  # the second look of habit is far away
     running = Running(db_url, concurrency=1, idle_interval=60, report_interval=60)
     began = threading.Event()
     running.tasks.handler("A")(lambda session, params: began.set())
@@ -248,4 +252,4 @@ def test_an_announcement_that_is_lost(db_url):
             running.until_idle(2)
             let_pass(0.5)
             running.enqueue("A")
-            assert began.wait(1)
+            assert began.wait(SOON)

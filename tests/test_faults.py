@@ -1,6 +1,8 @@
 """Faults under load, injected for real: nothing is lost, nothing doubled, nobody blamed.
 
-Each test prints its figures; ``pytest -s`` shows them.
+Each test prints its figures; ``pytest -s`` shows them. The asserts leave room for a machine that is
+busy: on a quiet one each "soon" is within two seconds, and a task on the idle system within half a
+second.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from fleet import Fleet, events, started
 from proxy import TcpProxy
 from running import Running
 from sqlalchemy import make_url, text
-from waiting import let_pass, wait_until
+from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What is found within half a second at this interval was not found by looking.
+# What is found soon at this interval was not found by looking.
 OPTIONS = ("--log-format", "json", "--idle-interval", "30", "--concurrency", "4")
 # Of two workers: four lanes of each kind, one that listens and one that notes what runs; and of two
 # enqueuers.
@@ -49,7 +51,7 @@ def fleet(db_url) -> Fleet:
 
 @pytest.mark.timeout(90)
 def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_server):
-    """F7: back within two seconds, every time; and one line for each change of state."""
+    """F7: back soon, every time; and one line for each change of state."""
     fleet, back = Fleet(restartable_db_url), []
     with fleet.worker(*OPTIONS) as one, fleet.worker(*OPTIONS) as two:
         started(one, two)
@@ -71,8 +73,8 @@ def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_s
         f" changes told: {[len(each) for each in told]}"
     )
     assert ([], [], 0) == found
-    assert 2 > max(back)
-    assert 0.5 > single
+    assert SOON > max(back)
+    assert SOON > single
     assert [True, True] == [alternate(each) and len(each) <= MOST_CHANGES for each in told]
     assert [] == events(one, "worker.error", "listener.down") + events(two, "worker.error")
 
@@ -94,7 +96,7 @@ def test_connections_ended_at_random_under_load(fleet: Fleet):
         f" {told}; tasks interrupted in one worker: {lost}"
     )
     assert ([], [], 0) == found
-    assert 0.5 > single
+    assert SOON > single
     assert [True, True] == [alternate(each) for each in told]
     assert [] == events(one, "worker.error") + events(two, "worker.error")
 
@@ -161,8 +163,8 @@ def test_a_network_that_fails_under_load(fleet: Fleet, proxy):
     print(", ".join(f"{name}: {seconds:.2f} s" for name, seconds in back.items()))
     print(f"a task on the idle system: {single:.3f} s; changes told: {told}")
     assert ([], [], 0) == found
-    assert 2 > max(back.values())
-    assert 0.5 > single
+    assert SOON > max(back.values())
+    assert SOON > single
     assert unknown > 0
     assert [True, True] == [alternate(each) for each in told]
     assert [] == events(one, "worker.error") + events(two, "worker.error")
@@ -198,7 +200,7 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         session.execute(text("insert into mark values (1)"))
         calls.append(1)
         if len(calls) == 1:
-            release.wait(20)
+            release.wait(60)
 
     @running.tasks.handler("B", max_attempts=1)
     def mark(session, params):
@@ -209,7 +211,7 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         running.until(lambda: calls)
         running.until_idle()
         dark, began = dark_proxy.go_dark(), time.monotonic()
-        running.until(lambda: running.marks() == [1], 8)
+        running.until(lambda: running.marks() == [1])
         elsewhere = time.monotonic() - began
         release.set()
         running.first("transaction.lost")
@@ -224,7 +226,7 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         f" was done elsewhere after {elsewhere:.1f} s, and the first lane free after"
         f" {noticed:.1f} s; next task: {single:.3f} s"
     )
-    assert (7 > elsewhere, 10 > noticed, 0.5 > single) == (True, True, True)
+    assert (15 > elsewhere, 20 > noticed, SOON > single) == (True, True, True)
     assert ([], []) == (running.dead(), running.told("worker.error", "database.down"))
 
 

@@ -14,7 +14,7 @@ import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from waiting import let_pass, wait_until
+from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import Task, TaskSession, insert_task, wakeup
 from pgtask_sa.doorbell import Doorbell
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 # Far longer than anything here may take: what passes was not found by polling.
 NEVER = 60
-SOON = 5.0  # seconds: at once, on a machine that is busy with other things
 
 
 @pytest.fixture(params=["sync", "async"])
