@@ -27,7 +27,7 @@ def _release(monkeypatch):
 
 
 def _sleep() -> None:
-    RELEASE.wait(30)
+    RELEASE.wait(100)
 
 
 def _loop() -> None:
@@ -47,7 +47,7 @@ def _socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(30)
-        threading.Thread(target=lambda: RELEASE.wait(30) and theirs.send(b"!"), daemon=True).start()
+        threading.Thread(target=lambda: RELEASE.wait(100) and theirs.send(b"!"), daemon=True).start()
         ours.recv(1)
 
 
@@ -146,7 +146,7 @@ def test_an_async_handler_that_blocks_the_loop(db_url):
     @running.tasks.handler("BLOCK", max_attempts=1, timeout=TIMEOUT)
     async def block(session, params):
         await session.execute(text("insert into mark values (1)"))
-        RELEASE.wait(30)
+        RELEASE.wait(100)
 
     with running:
         running.enqueue("BLOCK")

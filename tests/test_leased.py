@@ -188,13 +188,13 @@ def test_drained_in_a_test(engine):
 
 
 def test_a_lease_is_renewed(running):
-    """It runs on for more than three leases, and no idle lane or other worker takes it."""
+    """It runs on for more than two leases, and no idle lane or other worker takes it."""
     both = [Long().register(running, kind, kind.upper()) for kind in KINDS]
     with running, Running(running.url, running.tasks, idle_interval=0.2):
         running.enqueue("SYNC")
         running.enqueue("ASYNC")
         running.until(lambda: all(long.waiting for long in both))
-        let_pass(3.3)
+        let_pass(4.5)
         for long in both:
             long.release.set()
         running.until_empty()
