@@ -46,8 +46,10 @@ def _swallow() -> None:
 def _socket() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.settimeout(30)
-        threading.Thread(target=lambda: RELEASE.wait(100) and theirs.send(b"!"), daemon=True).start()
+        ours.settimeout(100)
+        threading.Thread(
+            target=lambda: RELEASE.wait(100) and theirs.send(b"!"), daemon=True
+        ).start()
         ours.recv(1)
 
 
