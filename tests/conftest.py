@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy
-from databases import Databases, with_psycopg
+from databases import Databases, memory, with_psycopg
 from pgbouncer import PgBouncer, as_the_readme_says, pgbouncer, program
 from postgres_server import PostgresServer, embedded_bin_dir
 from proxy import TcpProxy
@@ -114,7 +114,7 @@ def _has_docker() -> bool:
 
 
 def _own_server() -> PostgresServer:
-    return PostgresServer(os.environ.get(_BIN) or None, fsync=False)
+    return PostgresServer(os.environ.get(_BIN) or None, fsync=False, directory=memory())
 
 
 def _given_server() -> AbstractContextManager[str]:
