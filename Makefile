@@ -19,8 +19,8 @@ help: ## show this list
 demo: $(READY) ## sign people up at a web application whose worker sends the e-mails
 	@$(BIN)/python examples/signup/demo.py $(ARGS)
 
-test: $(READY) ## run the tests; ARGS="-k enqueue" goes to pytest
-	@$(BIN)/python -m pytest $(ARGS)
+test: $(READY) ## run the tests; ARGS="-k enqueue" goes to pytest; in one process with ARGS=-s or --pdb
+	@$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 check: $(READY) ## lint, formatting, types, import rules
 	@echo "ruff check" && $(BIN)/ruff check

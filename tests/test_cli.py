@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import pty
 import re
@@ -98,7 +99,21 @@ class Result(NamedTuple):
 
 
 @pytest.fixture
-def run(db_url, capsys, monkeypatch):
+def own_log() -> Iterator[None]:
+    """Take back what a command does to the log, which it takes for that of its own process.
+
+    Its handler would go on writing to the standard error of one test, which is closed after it.
+    """
+    root, nobody = logging.getLogger(), logging.Handler()
+    before, level = list(root.handlers), root.level
+    root.handlers[:] = [nobody]  # a command closes what it finds
+    yield
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+@pytest.fixture
+def run(db_url, capsys, monkeypatch, own_log):
     """Give a function that runs a command in the test's database and returns what came of it."""
     monkeypatch.setenv("DATABASE_URL", db_url)
     monkeypatch.delenv("PGTASK_TASKS", raising=False)

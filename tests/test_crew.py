@@ -14,10 +14,12 @@ import psycopg
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
-from waiting import let_pass
+from waiting import SOON, let_pass
 
+from pgtask_sa import wakeup
 from pgtask_sa.events import Events
 from pgtask_sa.lanes import Trouble
+from pgtask_sa.loops import Helpers
 from pgtask_sa.mapping import LOCK_CLASS
 from pgtask_sa.wakeup import Health
 
@@ -44,6 +46,24 @@ async def _exit_in_a_child(error: type[BaseException]) -> None:
         raise error(1)
 
     await asyncio.gather(child())
+
+
+def test_helpers_of_the_event_loop():
+    """As many at once as there may be, all daemons; the rest waits, and errors come back."""
+    helpers, together = Helpers(2), threading.Barrier(2)
+
+    def meet() -> tuple[int, bool]:
+        return together.wait(10), threading.current_thread().daemon
+
+    met = [helpers.submit(meet) for _ in range(4)]
+    failed = helpers.submit(divmod, 1, 0)
+    assert [(0, True), (0, True), (1, True), (1, True)] == sorted(f.result(20) for f in met)
+    assert ZeroDivisionError is type(failed.exception(10))
+    threads = [t for t in threading.enumerate() if t.name.startswith("pgtask-helper")]
+    helpers.shutdown()
+    for thread in threads:
+        thread.join(10)
+    assert [False, False] == [thread.is_alive() for thread in threads]
 
 
 @pytest.mark.parametrize("timeout", [None, 5])
@@ -165,7 +185,9 @@ def test_deadlines_do_not_wait_for_each_other(db_url):
     with _session(running) as other:
         other.execute(text("lock table dead_task in access exclusive mode"))
         with running:
-            running.until(lambda: running.told("task.retry"), 4)
+            entered = time.monotonic()
+            running.until(lambda: running.told("task.retry"))
+            assert 4.5 > time.monotonic() - entered  # nobody waits longer than 5 s for a lock
             other.rollback()
             running.until(lambda: len(running.dead()) == 2)
     assert ([], 0) == (running.marks(), running.count())
@@ -212,8 +234,9 @@ def test_a_handler_that_is_late_while_the_watchdog_is_not_there(db_url, monkeypa
 
 
 @pytest.mark.direct
-def test_an_announcement_that_is_lost(db_url):
+def test_an_announcement_that_is_lost(db_url, monkeypatch):
     """An insert held the lock in the moment in which the worker fell asleep; it tries again."""
+    monkeypatch.setattr(wakeup, "GROWTH", 1000.0)  # the second look of habit is far away
     running = Running(db_url, concurrency=1, idle_interval=60, report_interval=60)
     began = threading.Event()
     running.tasks.handler("A")(lambda session, params: began.set())
@@ -229,4 +252,4 @@ def test_an_announcement_that_is_lost(db_url):
             running.until_idle(2)
             let_pass(0.5)
             running.enqueue("A")
-            assert began.wait(1)
+            assert began.wait(SOON)

@@ -10,7 +10,7 @@ from fleet import Fleet, events
 from leased import KINDS, Long, brief, mark
 from proxy import TcpProxy
 from running import Running
-from sqlalchemy import create_engine, text
+from sqlalchemy import Engine, create_engine, event, text
 from waiting import let_pass, wait_until
 
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
@@ -188,13 +188,13 @@ def test_drained_in_a_test(engine):
 
 
 def test_a_lease_is_renewed(running):
-    """It runs on for more than three leases, and no idle lane or other worker takes it."""
+    """It runs on for more than two leases, and no idle lane or other worker takes it."""
     both = [Long().register(running, kind, kind.upper()) for kind in KINDS]
     with running, Running(running.url, running.tasks, idle_interval=0.2):
         running.enqueue("SYNC")
         running.enqueue("ASYNC")
         running.until(lambda: all(long.waiting for long in both))
-        let_pass(3.3)
+        let_pass(4.5)
         for long in both:
             long.release.set()
         running.until_empty()
@@ -243,6 +243,32 @@ def test_a_worker_that_stands_still(db_url, tmp_path, name):
         wait_until(lambda: events(first, "lease.lost"), 10, message=lambda: first.output)
         assert [] == events(first, "task.done", "task.retry")
     assert ([2], b"xx", 0) == (fleet.done(), file.read_bytes(), fleet.count("dead_task"))
+
+
+def test_a_worker_that_stands_still_while_it_renews(running):
+    """The server alone begins and ends that transaction: a lock of it could outlive the lease."""
+    renewed, go = threading.Event(), threading.Event()
+
+    def stand_still(_connection):
+        if threading.current_thread().name == "pgtask-keeper":
+            renewed.set()
+            go.wait(60)
+
+    long = Long().register(running, "sync")
+    event.listen(Engine, "commit", stand_still)
+    try:
+        with running:
+            running.enqueue("LONG")
+            running.until(lambda: long.waiting)
+            assert renewed.wait(30)
+            assert [(1,)] == running.rows("select 1 from task for update skip locked")
+            go.set()
+            long.release.set()
+            running.until_empty()
+    finally:
+        go.set()
+        event.remove(Engine, "commit", stand_still)
+    assert [1] == long.starts
 
 
 @pytest.mark.parametrize("how", ["its own", "the last"])

@@ -63,7 +63,7 @@ def test_an_event_loop_that_is_blocked(running, release):
     @running.tasks.handler("BLOCK", max_attempts=1, timeout=0.2)
     async def block(session, params):
         await session.execute(text("insert into mark values (1)"))
-        release.wait(30)
+        release.wait(100)
 
     with running:
         running.enqueue("LONG")
@@ -84,7 +84,7 @@ def test_a_suspect_that_is_stuck_while_it_is_alone(running, release):
 
     @running.tasks.handler("SUSPECT", timeout=0.2, max_attempts=5)
     def suspect(session, params):
-        release.wait(30)
+        release.wait(100)
 
     @running.tasks.handler("GOOD")
     def good(session, params):
@@ -107,14 +107,14 @@ def test_a_stop_while_others_are_kept_out(running, release):
     @running.tasks.handler("SUSPECT", max_attempts=5)
     def suspect(session, params):
         entered.set()
-        release.wait(30)
+        release.wait(100)
 
     running.enqueue("SUSPECT")
     for worker_id in (1, 2):
         leave_behind(running, "SUSPECT", worker_id=worker_id, alone=False)
     running.options["grace"] = 0.1
     with running:
-        entered.wait(10)
+        assert entered.wait(30)
         running.enqueue("UNKNOWN")  # the other lane wakes up, and is kept out
         let_pass(0.3)
         running.worker.stop()
@@ -136,14 +136,14 @@ def test_the_default_deadline():
 def test_a_slow_task_is_told_of(running, monkeypatch):
     """When half of its time is over, and once."""
     monkeypatch.setattr("pgtask_sa.watchdog.WARN_FROM", 0.1)
-    long = Long().register(running, "sync", mode="transactional", timeout=1)
+    long = Long().register(running, "sync", mode="transactional", timeout=6)
     with running:
         running.enqueue("LONG")
         event = running.first("task.slow")
         long.release.set()
         running.until_empty()
-    assert {"task_id": 1, "task_type": "LONG", "limit": 1.0} == event.fields
-    assert "has been running for 0.5 s; it is ended after 1 s" in event.message
+    assert {"task_id": 1, "task_type": "LONG", "limit": 6.0} == event.fields
+    assert "has been running for 3 s; it is ended after 6 s" in event.message
     assert ([1], ["task.slow"]) == (long.starts, running.told("task.slow"))
 
 

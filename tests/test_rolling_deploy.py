@@ -11,7 +11,7 @@ import pytest
 from running import Running
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
-from waiting import let_pass, wait_until
+from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import TaskRegistry, insert_task, migrations
 
@@ -100,7 +100,7 @@ def test_a_column_that_comes_and_goes_under_load(db_url):
     print(f"\n{total} tasks, 6 changes of the table; the longest enqueue took {longest:.3f} s")
     assert (list(range(total)), []) == (running.marks(), running.dead())
     assert total // 3 == len(running.told("task.retry"))
-    assert 1 > longest
+    assert SOON > longest
     assert [] == running.told("claim.failed", "database.down", "settle.refused", "worker.error")
 
 
@@ -126,7 +126,7 @@ def older(empty_db_url) -> str:
 
 
 def test_our_migration_under_a_running_task(older):
-    """F12: an enqueue waits less than a second for 0002, also when that must wait for a task."""
+    """F12: an enqueue does not wait long for 0002, also when that must wait for a task."""
     running = Running(older)
     connection = running.admin.connect()
     connection.execute(text("insert into task (task_type, params) values ('A', '{}')"))
@@ -146,7 +146,7 @@ def test_our_migration_under_a_running_task(older):
     migration.join(15)
     running.admin.dispose()
     print(f"\nenqueues while the migration waited: {', '.join(f'{t:.3f}' for t in times)} s")
-    assert 1 > max(times)
+    assert SOON > max(times)
     assert ("0002", 3) == (migrations.current(older), running.count())
 
 

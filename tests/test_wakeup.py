@@ -14,9 +14,9 @@ import pytest
 from running import Running
 from sqlalchemy import create_engine, text
 from sqlalchemy.orm import sessionmaker
-from waiting import let_pass, wait_until
+from waiting import SOON, let_pass, wait_until
 
-from pgtask_sa import Task, TaskSession, insert_task
+from pgtask_sa import Task, TaskSession, insert_task, wakeup
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.events import Events
@@ -70,14 +70,18 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
             began = time.monotonic()
             running.enqueue("A", {"i": i})
             running.until(lambda i=i: running.rows(f"select 1 from began where i = {i}"))
-            assert 1.0 > time.monotonic() - began
+            assert SOON > time.monotonic() - began
             running.until_idle()
 
 
 @pytest.mark.direct
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_delayed_task_starts_at_its_time(db_url, concurrency):
-    """Never early, nor late by a poll, also if no lane was asleep at the news of it."""
+def test_a_delayed_task_starts_at_its_time(db_url, monkeypatch, concurrency):
+    """Never early, nor late by a look of habit, also if no lane was asleep at the news of it.
+
+    How late exactly is the benchmark's; here a look of habit is not due within a minute.
+    """
+    monkeypatch.setattr(wakeup, "GROWTH", 1000.0)
     running = _recorder(db_url, concurrency=concurrency)
     with running:
         _asleep(running)
@@ -90,9 +94,9 @@ def test_a_delayed_task_starts_at_its_time(db_url, concurrency):
             " select 'A', jsonb_build_object('i', i), at from due"
         )
         running.until_empty()
-    late = "select extract(epoch from began.at - due.at)::float from began join due using (i)"
-    delays = [seconds for (seconds,) in running.rows(late)]
-    assert (4, True) == (len(delays), all(0 <= seconds < 0.25 for seconds in delays))
+    query = "select extract(epoch from began.at - due.at)::float from began join due using (i)"
+    delays = [seconds for (seconds,) in running.rows(query)]
+    assert (4, []) == (len(delays), [late for late in delays if not 0 <= late < SOON])
 
 
 def test_an_idle_worker_has_no_transaction_open(running: Running):
@@ -189,7 +193,7 @@ def test_notify_is_sent_only_to_sleepers(db_url):
 
 def test_a_commit_that_falls_between_falling_asleep_and_listening(db_url):
     """The one race that is left: the trigger ran before the worker slept. Polling finds it."""
-    running = _recorder(db_url, idle_interval=2)
+    running = _recorder(db_url)
     with TaskSession(running.admin) as session:
         session.enqueue("A", {"i": 1})
         session.flush()  # the trigger has run, and nobody was asleep
@@ -199,7 +203,7 @@ def test_a_commit_that_falls_between_falling_asleep_and_listening(db_url):
             began = time.monotonic()
             session.commit()
             running.until(lambda: running.rows("select 1 from began"))
-            assert 1.5 > time.monotonic() - began
+            assert SOON > time.monotonic() - began
 
 
 def test_a_two_phase_enqueue_with_a_sleeper(db_url):
@@ -279,7 +283,7 @@ def test_no_wake_up_is_lost(db_url):
             thread.start()
         for thread in enqueuers:
             thread.join()
-        running.until(lambda: running.count() == 0, timeout=10)
+        running.until(lambda: running.count() == 0, timeout=20)
     late = "select count(*), count(distinct i) from began"
     assert [(total, total)] == running.rows(late)
 

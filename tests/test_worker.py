@@ -188,9 +188,9 @@ def test_types_without_a_handler_wait_for_a_worker_that_has_one(db_url):
     running.enqueue("NEW", *[{"i": i} for i in range(100)])
     with running:
         running.until(lambda: len(running.told("task.unhandled")) >= 3)
+        began = time.monotonic()
         reports = [e.fields for e in running.events if e.name == "task.unhandled"]
         assert [{"task_type": "NEW", "count": 100}] * len(reports) == [dict(f) for f in reports]
-        began = time.monotonic()
         running.until(lambda: len(running.told("task.unhandled")) >= len(reports) + 2)
         assert 0.25 < time.monotonic() - began
     assert [(100, 0)] == running.rows("select count(*), max(attempts) from task")

@@ -98,7 +98,8 @@ class PostgresServer:
 
     `bin_dir` names the directory of `initdb` and `postgres` (default: the wheel's). `fsync=False`
     trades the safety of the data for speed. `settings` are server settings, stronger than the ones
-    chosen here. Ended by `close()`, the `with` block, the interpreter's exit, or the death of this
+    chosen here. `directory` is where its own directory is made (default: the system's for temporary
+    files). Ended by `close()`, the `with` block, the interpreter's exit, or the death of this
     process.
     """
 
@@ -110,12 +111,14 @@ class PostgresServer:
         *,
         fsync: bool = True,
         settings: Mapping[str, str | int] | None = None,
+        directory: Path | None = None,
     ) -> None:
         self.bin_dir = Path(bin_dir) if bin_dir else embedded_bin_dir()
         self.password = secrets.token_hex(8)
         self.port = 0
         self._programs = self.bin_dir
         self._settings = {**_SETTINGS, **({} if fsync else _NO_FSYNC), **(settings or {})}
+        self._directory = directory
         self._account = _unprivileged_account()
         self._owner = os.getpid()
         self._home: Path | None = None
@@ -222,7 +225,7 @@ class PostgresServer:
             atexit.unregister(self.close)
 
     def _settle_in(self) -> None:
-        self._home = _make_home()
+        self._home = _make_home(self._directory)
         self._guardian = Guardian(_STOP_AND_REMOVE, str(self._home))
         atexit.register(self.close)
         self._hand_over(self._home)
@@ -378,8 +381,8 @@ def _identity_of(account: pwd.struct_passwd) -> _Identity:
     return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": []}
 
 
-def _make_home() -> Path:
-    home = Path(tempfile.mkdtemp(prefix="pgtask-"))
+def _make_home(directory: Path | None) -> Path:
+    home = Path(tempfile.mkdtemp(prefix="pgtask-", dir=directory))
     if len(str(home / f".s.PGSQL.{_PORTS.stop}")) <= _SOCKET_PATH_MAX:
         return home
     home.rmdir()

@@ -106,7 +106,9 @@ class Crew:
         self.bell = Doorbell(self.counts)
         self.health = Health(plan.events)
         self.presence = Presence(self.direct_engine, plan.tables.task, plan.events)
-        self.keeper = Keeper(self.engine, plan.tables, self.presence, plan.events)
+        # each renewal commits by itself: a worker that stands still must not keep the row locked
+        renewing = self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        self.keeper = Keeper(renewing, plan.tables, self.presence, plan.events)
         self.keeper.on_lost = self._lease_lost
         self.watchdog = Watchdog(self.engine, self._settler)
         self.watchdog.on_stuck = self._replace

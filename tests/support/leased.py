@@ -44,7 +44,7 @@ class Long:
         """Register it as sync or async; in the leased mode unless the options say otherwise."""
         options = {"mode": "leased", "backoff": 0, **options}
         if options["mode"] == "leased":
-            options.setdefault("lease", 1)
+            options.setdefault("lease", 2)
         chosen = self._sync if kind == "sync" else self._awaited
 
         if kind == "sync":
@@ -64,7 +64,7 @@ class Long:
     def _sync(self, session: Any, task: Any) -> None:
         self._begin(session, task)
         self.waiting += 1
-        self.release.wait(30)
+        self.release.wait(100)
         self.waiting -= 1
         self._end(session, task)
 

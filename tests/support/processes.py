@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from guardian import Guardian
+from waiting import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -120,6 +121,7 @@ class WatchedProcess:
 
     def wait(self, timeout: float = 10) -> int:
         """Wait for the end and return the exit code; the test fails if it does not come in time."""
+        timeout *= PATIENCE
         try:
             returncode = self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -131,6 +133,7 @@ class WatchedProcess:
 
     def wait_for_line(self, pattern: str, timeout: float = 10, start: int = 0) -> re.Match[str]:
         """Wait for a line (from number `start` on) with `pattern` in it; return the match."""
+        timeout *= PATIENCE
         deadline = time.monotonic() + timeout
         with self._news:
             while True:

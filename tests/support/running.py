@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import create_engine, text
-from waiting import wait_until
+from waiting import PATIENCE, wait_until
 
 from pgtask_sa import TaskRegistry, TaskSession, Worker
 from pgtask_sa.engines import database_url
@@ -52,7 +52,7 @@ class Running:
 
     def wait(self, timeout: float = 20) -> int | None:
         """Wait for the worker's end and return its exit code."""
-        self._thread.join(timeout)
+        self._thread.join(timeout * PATIENCE)
         assert not self._thread.is_alive(), "the worker did not end"
         return self.code
 

@@ -10,6 +10,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Tests say how long things take where nothing else runs. Where something does they take longer, and
+# a test that waits longer for what comes in the end proves the same.
+PATIENCE = 3.0
+
+# Seconds: at once, or within a second or two, and something else runs. What would happen without
+# that which is tested (a look of habit, a time limit) must be far away.
+SOON = 5.0
+
 
 def wait_until(
     condition: Callable[[], T],
@@ -19,9 +27,10 @@ def wait_until(
 ) -> T:
     """Call `condition` every `interval` seconds until it returns something true, and return that.
 
-    After `timeout` seconds the test fails with `message`, which may be a callable, evaluated at the
-    end.
+    After `timeout` seconds (times `PATIENCE`) the test fails with `message`, which may be a
+    callable, evaluated at the end.
     """
+    timeout *= PATIENCE
     deadline = time.monotonic() + timeout
     while not (value := condition()):
         if time.monotonic() > deadline:
