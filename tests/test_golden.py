@@ -66,6 +66,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "task_exists": lambda: statements.task_exists(TASK),
     "peek": lambda: statements.peek(TASK),
     "peek.enum": lambda: statements.peek(ENUM),
+    "survey": lambda: statements.survey(TASK),
+    "survey.enum": lambda: statements.survey(ENUM),
     "waiting_kinds": lambda: statements.waiting_kinds(TASK),
     "count_waiting": lambda: statements.count_waiting(TASK, 100),
     "count_claimable": lambda: reports.count_claimable(TASK),
@@ -109,7 +111,15 @@ CASES: dict[str, Callable[[], Executable]] = {
 
 MODULES = (claim, statements, reports, presence_statements, lease_statements)
 # Public functions of these modules that return parts of statements, or no SQL.
-PARTS = {"server_now", "kinds_of", "claim_columns", "mapped_names", "is_json", "by_ids"}
+PARTS = {
+    "server_now",
+    "some_of_kind",
+    "kinds_of",
+    "claim_columns",
+    "mapped_names",
+    "is_json",
+    "by_ids",
+}
 
 
 def functions_of(module: ModuleType) -> set[str]:

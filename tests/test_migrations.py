@@ -70,7 +70,7 @@ def test_upgrade_creates_what_create_all_creates(db_url: str, migrated_url: str)
     created = _catalog(db_url)
     assert created == _catalog(migrated_url)
     assert {kind: len(rows) for kind, rows in created.items() if kind != "constraints"} == {
-        "columns": 31,
+        "columns": 33,
         "relations": 10,
         "indexes": 6,
         "sequences": 1,

@@ -68,7 +68,7 @@ def plan_of_claim(
     connection: Connection, limit: int, types: list[str], *, due_first: bool = False
 ) -> Plan:
     claim = fair_claim(TASK, limit, due_first=due_first)
-    return explain(connection, claim, types=types, pivot=0.5)
+    return explain(connection, claim, levels=[0] * len(types), types=types, pivot=0.5)
 
 
 def check_claim(plan: Plan, limit: int, taken: int, *indexes: str) -> None:
@@ -222,7 +222,7 @@ def test_a_look_without_its_index_is_noticed(
 
 def pages_of_a_prepared_claim(connection: Connection) -> int:
     """Execute the claim as a statement prepared before, and count the pages it looked at."""
-    command = "explain (analyze, buffers, timing off, format json) execute claim('{A}', 0.5)"
+    command = "explain (analyze, buffers, timing off, format json) execute claim('{0}', '{A}', 0.5)"
     top = connection.exec_driver_sql(command).scalar_one()[0]["Plan"]
     connection.rollback()
     return int(top["Shared Hit Blocks"] + top["Shared Read Blocks"])
@@ -237,8 +237,9 @@ def test_a_plan_from_a_small_queue_is_given_up(engine: Engine) -> None:
     claim = fair_claim(TASK, 1, due_first=False)
     with engine.connect() as connection:
         compiled = str(claim.compile(connection))
-        body = compiled.replace("%(types)s", "$1").replace("%(pivot)s", "$2")
-        connection.exec_driver_sql(f"prepare claim (text[], real) as {body}")
+        body = compiled.replace("%(levels)s", "$1").replace("%(types)s", "$2")
+        body = body.replace("%(pivot)s", "$3")
+        connection.exec_driver_sql(f"prepare claim (int[], text[], real) as {body}")
         connection.commit()
         connection.exec_driver_sql("set plan_cache_mode = force_generic_plan")
         connection.commit()

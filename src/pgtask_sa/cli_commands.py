@@ -266,7 +266,12 @@ def enqueue(place: Place) -> int:
     label, params = _validated(place, options.task_type, _read_params(options.params))
     with TaskSession(place.engine(), task_class=place.task_class) as session:
         task: Any = session.enqueue(
-            label, params, delay=options.delay, run_at=options.run_at, coalesce=options.coalesce
+            label,
+            params,
+            delay=options.delay,
+            run_at=options.run_at,
+            priority=options.priority,
+            coalesce=options.coalesce,
         )
         session.commit()
     task_id = None if task is None else task.task_id

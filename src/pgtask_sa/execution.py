@@ -20,19 +20,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Executable, RowMapping
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission, Lease
 from pgtask_sa.calls import Face, arguments, close
-from pgtask_sa.claim import REPLAN, Claimer
+from pgtask_sa.claim import REPLAN
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
@@ -41,6 +41,7 @@ from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
+from pgtask_sa.turns import Claimer
 
 MAX_BLAMELESS = 20
 BEYOND_ITS_REACH = ("53", "25006", "57P02", "57P03")  # disk, memory; a standby; starting up
@@ -170,26 +171,24 @@ class Execution:
         # through a pooler nothing is prepared, and the plans are not ours to discard
         if self.claimer.must_replan() and not is_pooled(self.connection):
             self.connection.execute(REPLAN)
-        for statement in self.claimer.next():
-            rows = self._fetch(statement, self.claimer.parameters())
+        for statement, parameters in self.claimer.statements():
+            rows = self.claimer.learn(self._fetch(statement, parameters))
+            if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
+                raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
             if rows:
-                rows.sort(key=lambda claimed: self.claimer.rank(claimed.task_type))
                 if len(rows) == self.claimer.options.batch_size:
                     self.on_full()  # there may be more: wake another lane before the work begins
-                return rows
+                return [self.tables.claimed(row) for row in rows]
         return []
 
-    def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> list[Claimed]:
+    def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> Sequence[RowMapping]:
         try:
-            rows = self.connection.execute(statement, parameters).mappings().all()
+            return self.connection.execute(statement, parameters).mappings().all()
         except NotImplementedError as error:
             # psycopg, of a moment, when the connection was lost while the answer was being read
             if self.ground.status() == TransactionStatus.UNKNOWN:
                 raise psycopg.OperationalError("the connection was lost") from error
             raise
-        if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
-            raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
-        return [self.tables.claimed(row) for row in rows]
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""

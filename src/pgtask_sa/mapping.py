@@ -6,6 +6,7 @@ serve the worker:
 * ``run_at``     null: ready now. Otherwise: not before this moment (a delay, or a retry).
 * ``ticket``     a random number drawn at insert. Ready tasks are claimed by starting at a random
   ticket and walking up an index, which is a fair lottery at the price of one index probe.
+* ``priority``   which tasks go first: lower numbers before higher ones, whatever their type.
 * ``attempts``   how often the task was tried and failed; ``last_error`` says why.
 * ``coalesce_key``  set only by ``enqueue(.., coalesce=True)``; finds an equal waiting task.
 * ``lease_token``  set while a handler of the leased mode runs: who holds the lease, which ends at
@@ -35,6 +36,7 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
+    SmallInteger,
     Table,
     Text,
     UniqueConstraint,
@@ -102,6 +104,7 @@ class TaskMixin:
     ticket: Mapped[float] = mapped_column(REAL, nullable=False, server_default=func.random())
     coalesce_key: Mapped[int | None] = mapped_column(BigInteger)
     lease_token: Mapped[UUID | None] = mapped_column(Uuid)
+    priority: Mapped[int] = mapped_column(SmallInteger, nullable=False, server_default=text("0"))
 
     __dead_task__: ClassVar[type[Any] | None] = None
 
@@ -147,6 +150,7 @@ class DeadTaskMixin:
     buried_at: Mapped[datetime] = mapped_column(
         DateTime(timezone=True), nullable=False, server_default=func.now()
     )
+    priority: Mapped[int] = mapped_column(SmallInteger, nullable=False, server_default=text("0"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.task_id} {self.task_type}: {self.reason}>"
@@ -159,8 +163,9 @@ def index_name(table: Table, purpose: str) -> str:
 
 def _add_indexes(table: Table) -> None:
     c = table.c
-    Index(index_name(table, "ready"), c.task_type, c.ticket, postgresql_where=c.run_at.is_(None))
-    Index(index_name(table, "due"), c.task_type, c.run_at, postgresql_where=c.run_at.is_not(None))
+    turn = (c.priority, c.task_type)
+    Index(index_name(table, "ready"), *turn, c.ticket, postgresql_where=c.run_at.is_(None))
+    Index(index_name(table, "due"), *turn, c.run_at, postgresql_where=c.run_at.is_not(None))
     Index(
         index_name(table, "coalesce"),
         c.task_type,
@@ -239,6 +244,11 @@ def _refuse_incomplete(kind: type[Any], table: Table) -> None:
             f"{kind.__name__}: its table {table.name} lacks {', '.join(missing)}. The task class "
             "must have its own table with all columns of a task: a worker claims and deletes one "
             "row of one table, so joined table inheritance cannot work"
+        )
+    if table.c.priority.nullable or not isinstance(table.c.priority.type, Integer):
+        raise ConfigurationError(
+            f"{kind.__name__}: its column priority must be an integer and not null: it says which "
+            "tasks are claimed first, and null would never be"
         )
 
 

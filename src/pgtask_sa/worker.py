@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from sqlalchemy import URL, Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from pgtask_sa.claim import ClaimOptions, Order
 from pgtask_sa.crew import Crew, Options, Plan
 from pgtask_sa.engines import database_url, given_direct_url, given_url
 from pgtask_sa.enqueue import TaskSession
@@ -34,7 +33,8 @@ from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.supervisor import REPLACE_ME, Supervisor
-from pgtask_sa.worker_arguments import make_parser, ranks_of
+from pgtask_sa.turns import ClaimOptions, Order
+from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -60,6 +60,9 @@ class Worker:
             crash; larger batches are faster, and good for handlers that only touch the database.
         order: ``fair`` (equal turns for each type), ``random`` or ``tablesample``.
         priority: task type to rank; lower ranks are claimed first, a type not named has rank 0.
+            The priority of a task itself goes before the rank of its type.
+        weights: task type to its share of the turns, with ``fair``: numbers over 0, of a type not
+            named 1. Of two types that wait, one of weight 3 gets three turns of four.
         sample: per cent of the table that ``tablesample`` looks at.
         drain: stop when nothing is left to claim.
         grace: seconds that running tasks get to finish after the first signal.
@@ -93,6 +96,7 @@ class Worker:
         batch_size: int = 1,
         order: Order = "fair",
         priority: Mapping[str, int] | None = None,
+        weights: Mapping[str, float] | None = None,
         sample: float = 1.0,
         drain: bool = False,
         grace: Seconds = 30.0,
@@ -110,7 +114,9 @@ class Worker:
             concurrency=concurrency,
             processes=1 if processes is None else processes,
             supervised=processes is not None,
-            claim=ClaimOptions(order, batch_size, dict(priority or {}), sample),
+            claim=ClaimOptions(
+                order, batch_size, dict(priority or {}), sample, dict(weights or {})
+            ),
             drain=drain,
             grace=as_seconds(grace, "grace"),
             idle_interval=as_seconds(idle_interval, "idle_interval"),
@@ -298,12 +304,12 @@ def load_registry(target: str) -> TaskRegistry:
     return found
 
 
-def _warn_of_strangers(ranks: Mapping[str, int], tasks: TaskRegistry) -> None:
-    """Tell of ranks without effect; no error, as a script may name the types of several workers."""
-    strangers = sorted(set(ranks) - set(tasks))
+def _warn_of_strangers(option: str, named: Iterable[str], tasks: TaskRegistry) -> None:
+    """Tell of types without effect; no error, as a script may name the types of several workers."""
+    strangers = sorted(set(named) - set(tasks))
     if strangers:
         print(  # noqa: T201
-            f"warning: --priority names {', '.join(map(ascii, strangers))}, for which there is no "
+            f"warning: {option} names {', '.join(map(ascii, strangers))}, for which there is no "
             f"handler here (there are: {', '.join(tasks)})",
             file=sys.stderr,
         )
@@ -318,7 +324,9 @@ def set_up_logging(level: str, style: str) -> None:
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
     tasks, ranks = load_registry(arguments.tasks), ranks_of(arguments.priority)
-    _warn_of_strangers(ranks, tasks)
+    weights = weights_of(arguments.weight)
+    _warn_of_strangers("--priority", ranks, tasks)
+    _warn_of_strangers("--weight", weights, tasks)
     return Worker(
         tasks,
         given_url(arguments.database_url),
@@ -328,6 +336,7 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
         batch_size=arguments.batch_size,
         order=arguments.order,
         priority=ranks,
+        weights=weights,
         sample=arguments.sample,
         drain=arguments.drain,
         grace=arguments.grace,
