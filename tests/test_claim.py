@@ -17,8 +17,8 @@ from sqlalchemy import create_engine, delete, func, make_url, select, text
 
 from pgtask_sa import ConfigurationError
 from pgtask_sa.claim import claim_by_force, claim_by_id, fair_claim
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.engines import worker_engine
-from pgtask_sa.turns import ClaimOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,7 +12,8 @@ from sqlalchemy import TIMESTAMP, cast, literal, text
 
 from pgtask_sa import ConfigurationError, TaskRegistry, Worker
 from pgtask_sa.claim import fair_claim, random_claim
-from pgtask_sa.turns import REPLAN_INTERVAL, Claimer, ClaimOptions
+from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.turns import REPLAN_INTERVAL, Claimer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

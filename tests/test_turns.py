@@ -11,7 +11,8 @@ from claiming import claimer, fill, ids, sweep, sweep_all
 from sqlalchemy import create_engine, event, text
 
 from pgtask_sa import ConfigurationError
-from pgtask_sa.turns import SURVEY_INTERVAL, ClaimOptions, Turns
+from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.turns import SURVEY_INTERVAL, Turns
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine

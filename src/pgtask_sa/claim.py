@@ -101,6 +101,7 @@ APPLICATION_NAME = "pgtask"
 # Under these names it travels:
 ROW_VERSION, BACKEND_PID, BEGUN_AT = "pgtask_version", "pgtask_pid", "pgtask_begun"
 TOUCHED = "pgtask_touched"
+PLACE = "pgtask_place"
 
 # The last transaction that locked or deleted a row leaves its number there, also if it came to
 # nothing. To be read before the row is locked: then it is our own.
@@ -157,30 +158,43 @@ def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:
     return column
 
 
-def fair_claim(table: Table, limit: int, *, due_first: bool, now: Now | None = None) -> Executable:
+def fair_claim(
+    table: Table,
+    limit: int,
+    *,
+    due_first: bool,
+    more: Sequence[ColumnElement[Any]] = (),
+    now: Now | None = None,
+) -> Executable:
     """Claim by lottery, starting at ``:pivot``, in turns.
 
     The turns are pairs of a priority and a type, in the order of ``:levels`` and ``:types``, which
-    are of the same length.
+    are of the same length. ``more`` is returned as well.
     """
     turns = _turns(table)
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
-    due = [_due(table, mine, limit, server_now() if now is None else now)]
-    branches = due + lottery if due_first else lottery + due
+    planned = [due(table, mine, limit, server_now() if now is None else now)]
+    branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
     wrapped = [select(b.correlate(turns).subquery()) for b in branches]
     picked = union_all(*wrapped).lateral("picked")
     found = select(picked.c.task_id, picked.c.touched).select_from(turns.join(picked, true()))
-    chosen = found.limit(_literal(limit))
-    return _take(table, chosen, limit)
+    chosen = found.limit(integer(limit))
+    return take(table, chosen, limit, more)
 
 
 def random_claim(
-    table: Table, limit: int, *, ranks: Mapping[str, int] | None = None, now: Now | None = None
+    table: Table,
+    limit: int,
+    *,
+    ranks: Mapping[str, int] | None = None,
+    rank_else: int = 0,
+    now: Now | None = None,
 ) -> Executable:
     """Claim by ``order by random()`` over the whole queue, after priority and CASE of ``ranks``."""
-    return _take(table, _shuffled(table, table, limit, ranks or {}, now), limit)
+    order = _rank_case(table.c.task_type, ranks, rank_else)
+    return take(table, _shuffled(table, table, limit, order, now), limit)
 
 
 def sampled_claim(
@@ -189,11 +203,13 @@ def sampled_claim(
     sample: Function[Any],
     *,
     ranks: Mapping[str, int] | None = None,
+    rank_else: int = 0,
     now: Now | None = None,
 ) -> Executable:
     """Claim by ``order by random()`` over a sample, such as ``func.system(1)`` (per cent)."""
     source = table.tablesample(sample, name="sampled")
-    return _take(table, _shuffled(table, source, limit, ranks or {}, now), limit)
+    order = _rank_case(source.c.task_type, ranks, rank_else)
+    return take(table, _shuffled(table, source, limit, order, now), limit)
 
 
 def claim_by_id(table: Table) -> Executable:
@@ -203,7 +219,7 @@ def claim_by_id(table: Table) -> Executable:
         .where(table.c.task_id == bindparam("task_id"))
         .with_for_update(skip_locked=True)
     )
-    return _take(table, chosen, 1)
+    return take(table, chosen, 1)
 
 
 def claim_by_force(table: Table) -> Executable:
@@ -243,21 +259,23 @@ def _terminated(table: Table) -> ColumnElement[Any]:
     )
 
 
-def _literal(limit: int) -> ColumnElement[Any]:
-    return literal_column(str(int(limit)), Integer)
+def integer(value: int) -> ColumnElement[Any]:
+    """Return a literal: of a limit, the planner is to know how few rows are wanted."""
+    return literal_column(str(int(value)), Integer)
 
 
 def _text(constant: str) -> ColumnElement[Any]:
     return literal_column(f"'{constant}'", Text)
 
 
-def _types(table: Table) -> ColumnElement[Any]:
+def own_types(table: Table) -> ColumnElement[Any]:
+    """Return ``:types`` as an array of the type that the table has for them."""
     return cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
 
 
 def _turns(table: Table) -> Any:
     levels = cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type))
-    pairs = func.unnest(levels, _types(table)).table_valued("level", "kind")
+    pairs = func.unnest(levels, own_types(table)).table_valued("level", "kind")
     return pairs.render_derived(name="turns")
 
 
@@ -268,48 +286,79 @@ def _lottery(table: Table, mine: Sequence[ColumnElement[bool]], limit: int) -> l
         select(table.c.task_id, IS_TOUCHED)
         .where(*mine, table.c.run_at.is_(None), half)
         .order_by(table.c.ticket)
-        .limit(_literal(limit))
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
         for half in halves
     ]
 
 
-def _due(table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now) -> Select[Any]:
+def due(table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now) -> Select[Any]:
+    """Lock tasks whose time has come, the longest due first; ``mine`` says of which pair."""
     return (
         select(table.c.task_id, IS_TOUCHED)
         .where(*mine, table.c.run_at.between(LONG_AGO, now))
         .order_by(table.c.run_at)
-        .limit(_literal(limit))
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
     )
 
 
 def _shuffled(
-    table: Table, source: FromClause, limit: int, ranks: Mapping[str, int], now: Now | None
+    table: Table,
+    source: FromClause,
+    limit: int,
+    order: Sequence[ColumnElement[Any]],
+    now: Now | None,
 ) -> Select[Any]:
-    c = source.c
-    moment = server_now() if now is None else now
-    by_rank = [_rank_case(c.task_type, ranks)] if ranks else []
-    order = [c.priority, *by_rank, func.random()]
     return (
-        select(c.task_id, IS_TOUCHED)
-        .where(c.task_type == any_(_types(table)), or_(c.run_at.is_(None), c.run_at <= moment))
-        .order_by(*order)
-        .limit(_literal(limit))
+        select(source.c.task_id, IS_TOUCHED)
+        .where(*claimable(table, source, now))
+        .order_by(source.c.priority, *order, func.random())
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
     )
 
 
-def _rank_case(task_type: ColumnElement[Any], ranks: Mapping[str, int]) -> ColumnElement[Any]:
-    whens = {name: literal_column(str(int(rank)), Integer) for name, rank in ranks.items()}
-    return case(whens, value=cast(task_type, Text), else_=literal_column("0", Integer))
+def claimable(
+    table: Table, source: FromClause, now: Now | None = None
+) -> list[ColumnElement[bool]]:
+    """Say what may be claimed at all: tasks of ``:types`` that are ready or due."""
+    c, moment = source.c, server_now() if now is None else now
+    return [c.task_type == any_(own_types(table)), or_(c.run_at.is_(None), c.run_at <= moment)]
 
 
-def _take(table: Table, chosen: Select[Any], limit: int) -> Executable:
+def _rank_case(
+    task_type: ColumnElement[Any], ranks: Mapping[str, int] | None, rank_else: int
+) -> list[ColumnElement[Any]]:
+    if not ranks:
+        return []
+    whens = {name: integer(rank) for name, rank in ranks.items()}
+    return [case(whens, value=cast(task_type, Text), else_=integer(rank_else))]
+
+
+def take(
+    table: Table,
+    chosen: Select[Any],
+    limit: int,
+    more: Sequence[ColumnElement[Any]] = (),
+    *,
+    in_order: bool = False,
+) -> Executable:
+    """Delete the rows that ``chosen`` locked, its columns being ``task_id`` and ``touched``.
+
+    Args:
+        table: the task table.
+        chosen: what to take.
+        limit: how many rows that may be, at most.
+        more: further columns to return.
+        in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
+    """
     found = chosen.cte("chosen").prefix_with("MATERIALIZED")
     ids = func.array(select(found.c.task_id).scalar_subquery(), type_=ARRAY(table.c.task_id.type))
     touched = select(func.bool_or(found.c.touched)).scalar_subquery()
-    returned = [*claim_columns(table), touched.label(TOUCHED)]
+    returned = [*claim_columns(table), touched.label(TOUCHED), *more]
+    if in_order:
+        returned.append(func.array_position(ids, table.c.task_id).label(PLACE))
     if limit == 1:
         returned.append(_announce(table))
     taken = delete(table).where(table.c.task_id == any_(ids))

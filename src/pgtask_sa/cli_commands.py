@@ -20,7 +20,8 @@ from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
-from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_label, task_table
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_table
 from pgtask_sa.worker import load_registry
 
 EXIT_OK, EXIT_FAILED = 0, 1

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Lease
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doctor import find_dangers
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import worker_engine
@@ -31,7 +32,6 @@ from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
 from pgtask_sa.settle import Claimed, Settler, Tables
 from pgtask_sa.statements import end_transaction
-from pgtask_sa.turns import ClaimOptions
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, Listener, one_line
 from pgtask_sa.watchdog import Watchdog
 

@@ -20,7 +20,8 @@ from pgtask_sa.codec import PLAIN, ParamsCodec
 from pgtask_sa.errors import ConfigurationError, EnqueueError, ParamsError
 from pgtask_sa.handlers import handler_of
 from pgtask_sa.insert_statements import NewTask
-from pgtask_sa.mapping import TASK_COLUMNS, task_label, task_table, unique_columns
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import TASK_COLUMNS, task_table, unique_columns
 from pgtask_sa.params import MAX_BYTES, hstore_texts, snapshot_hstore
 from pgtask_sa.retry import Seconds, as_seconds
 

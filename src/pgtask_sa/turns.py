@@ -27,18 +27,13 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TypeAlias
 
-from sqlalchemy import Executable, RowMapping, Table, func
+from sqlalchemy import RowMapping, Table
 
-from pgtask_sa.claim import fair_claim, random_claim, sampled_claim
-from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.claim_orders import Ask, ByKey, ByType, ClaimOptions, InTurns, Pair, Plain
 from pgtask_sa.statements import survey
 
-Order: TypeAlias = Literal["fair", "random", "tablesample"]
-Pair: TypeAlias = "tuple[int, str]"  # priority and task type
-Ask: TypeAlias = "tuple[Executable, dict[str, Any]]"
 Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task type
 
 # Seconds. A survey costs about as much as a claim, so this is less than a hundredth of all work.
@@ -47,65 +42,6 @@ REPLAN_INTERVAL = 1.0  # seconds; a tenth of a millisecond each time, and one pl
 MOST_GUESSES = 20  # pairs, each some index probes that may be in vain
 MOST_TURNS = 50  # pairs in one statement; all are warm, so the first ones should do
 MOST_PASSES = 10_000
-
-
-@dataclass(frozen=True)
-class ClaimOptions:
-    """How a worker claims: the order, how many at a time, and which types go first.
-
-    Args:
-        order: ``fair`` (the indexed lottery), or literally ``random`` or ``tablesample``.
-        batch_size: tasks per claim and transaction, 1 to 10,000.
-        ranks: task type to rank; lower ranks go first, a type that is not named has rank 0.
-        sample: per cent of the table's pages that ``tablesample`` looks at.
-        weights: task type to its share of the turns; a type that is not named has 1.
-
-    Raises:
-        ConfigurationError: a value is out of its range.
-
-    Example:
-        >>> ClaimOptions(batch_size=0)
-        Traceback (most recent call last):
-        pgtask_sa.errors.ConfigurationError: batch_size must be an integer from 1 to 10000, got 0
-    """
-
-    order: Order = "fair"
-    batch_size: int = 1
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    sample: float = 1.0
-    weights: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.order not in get_args(Order):
-            raise ConfigurationError(f"order must be one of {get_args(Order)}, got {self.order!r}")
-        _check_integer("batch_size", self.batch_size, 1, 10_000)
-        for name, rank in self.ranks.items():
-            _check_integer(f"priority of {name}", rank, -(2**31), 2**31 - 1)
-        if not 0 < self.sample <= 100:  # noqa: PLR2004
-            raise ConfigurationError(f"sample must be over 0 up to 100 per cent: {self.sample!r}")
-        for name, weight in self.weights.items():
-            _check_weight(name, weight)
-        if self.weights and self.order != "fair":
-            raise ConfigurationError(f"weights need the order fair, not {self.order}")
-
-    def rank(self, task_type: str) -> int:
-        """Return the rank of a task type; lower goes first."""
-        return self.ranks.get(task_type, 0)
-
-    def weight(self, task_type: str) -> float:
-        """Return the weight of a task type."""
-        return self.weights.get(task_type, 1.0)
-
-
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-
-
-def _check_weight(name: str, weight: Any) -> None:
-    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-    if not is_number or not 1e-6 <= weight <= 1e6:  # noqa: PLR2004 - neither nan nor infinity
-        raise ConfigurationError(f"weight of {name} must be a number over 0, got {weight!r}")
 
 
 class Turns:
@@ -148,16 +84,30 @@ class Turns:
             self._passes[level, kind] = at
             insort(self._queue, entry)
 
-    def count(self, asked: Sequence[Pair], taken: Mapping[Pair, int], limit: int) -> None:
-        """Note what a claim took of the pairs it was given: whose turn it was, and who is cold."""
-        reached = len(asked)
-        if sum(taken.values()) == limit:  # it went no further than to the last one it took from
-            places = (i for i, pair in enumerate(asked, 1) if pair in taken)
-            reached = max(places, default=reached)
-        tried = set(asked[:reached])
+    def count(
+        self,
+        asked: Sequence[Pair],
+        taken: Mapping[Pair, int],
+        limit: int,
+        *,
+        by_level: bool = False,
+    ) -> None:
+        """Note what a claim took of the pairs it was given: whose turn it was, and who is cold.
+
+        A claim that is full went no further than to the last pair that it took from; with
+        ``by_level`` it looked at the pairs of one priority together.
+        """
+        tried = {*asked, *taken}
+        if sum(taken.values()) == limit:
+            places = [i for i, pair in enumerate(asked) if pair in taken]
+            last = max(places, default=-1)
+            done = asked[: last + 1]
+            if by_level:
+                done = [pair for pair in done if pair[0] < asked[last][0]]
+            tried = {*done, *taken}
         # they are the first of the queue, or not in it
-        head = self._queue[:reached]
-        self._queue[:reached] = [e for e in head if (e[0], e[3]) not in tried]
+        head = self._queue[: len(asked)]
+        self._queue[: len(asked)] = [e for e in head if (e[0], e[3]) not in tried]
         known = {(level, kind): at for level, _, at, kind in head}
         for pair, rows in taken.items():
             level, rank, at, kind = self._entry(pair)
@@ -188,9 +138,15 @@ class Claimer:
         self.options = options
         self._random = random.Random()  # noqa: S311
         self.turns = Turns(options, self._random)
-        self._claims = _build(table, options)
+        self._plain: Plain | None = None
+        self._way: InTurns | None = None
+        if options.order != "fair" or options.expression is not None:
+            self._plain = Plain(table, options)
+        else:
+            kind = ByKey if options.fair_by else ByType
+            self._way = kind(table, options, self._random)
         self._survey = survey(table)
-        self._asked: list[Pair] | None = None  # by the claim that was sent last
+        self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
         self._surveyed: float | None = None  # when
         self._met: set[Pair] = set()
         self._planned = time.monotonic()
@@ -205,25 +161,23 @@ class Claimer:
 
     def statements(self) -> Iterator[Ask]:
         """Yield statements and parameters, each further one only if `learn` returned no tasks."""
-        if self.options.order == "fair":
-            yield from self._in_turns()
+        if self._plain is not None:
+            yield from self._plain.asks(self.types)
         else:
-            for claim in self._claims:
-                yield claim, {"types": self.types}
+            yield from self._in_turns()
 
     def learn(self, rows: Sequence[RowMapping]) -> list[RowMapping]:
         """Take what a statement returned; return the tasks among it in the order of their turns."""
-        if self.options.order != "fair":
-            return sorted(rows, key=self._plain_order)
+        if self._way is None:
+            assert self._plain is not None  # noqa: S101
+            return self._plain.in_order(rows)
         if self._asked is None:
             self._note_survey({(row["level"], row["kind"]) for row in rows})
             return []
         taken = Counter((row["priority"], row["task_type"]) for row in rows)
-        self.turns.count(self._asked, taken, self.options.batch_size)
-        if len(taken) < 2:  # noqa: PLR2004
-            return list(rows)
-        place = {pair: i for i, pair in enumerate(self._asked)}
-        return sorted(rows, key=lambda row: place.get((row["priority"], row["task_type"]), -1))
+        limit, by_level = self.options.batch_size, self._way.by_level
+        self.turns.count(self._asked, taken, limit, by_level=by_level)
+        return self._way.in_order(rows, self._asked)
 
     def _in_turns(self) -> Iterator[Ask]:
         guesses = [] if self.turns or self._surveyed is None else self._guesses()
@@ -244,13 +198,10 @@ class Claimer:
         while asked := self.turns.next(max(MOST_TURNS, self.options.batch_size)):
             yield self._claim(asked)
 
-    def _claim(self, asked: list[Pair]) -> Ask:
-        self._asked = asked
-        return self._random.choice(self._claims), {
-            "levels": [level for level, _ in asked],
-            "types": [kind for _, kind in asked],
-            "pivot": self._random.random(),
-        }
+    def _claim(self, asked: Sequence[Pair]) -> Ask:
+        assert self._way is not None  # noqa: S101
+        ask, self._asked = self._way.claim(asked, self.types)
+        return ask
 
     def _look(self) -> Ask:
         self._asked = None
@@ -270,17 +221,3 @@ class Claimer:
         own = set(self.types)
         pairs = {(0, kind) for kind in own} | {pair for pair in self._met if pair[1] in own}
         return self.turns.sorted(pairs) if len(pairs) <= MOST_GUESSES else []
-
-    def _plain_order(self, row: RowMapping) -> tuple[int, int]:
-        return row["priority"], self.options.rank(row["task_type"])
-
-
-def _build(table: Table, options: ClaimOptions) -> list[Executable]:
-    limit, ranks = options.batch_size, options.ranks
-    if options.order == "fair":
-        return [fair_claim(table, limit, due_first=first) for first in (False, True)]
-    plain = random_claim(table, limit, ranks=ranks)
-    if options.order == "random":
-        return [plain]
-    # an empty sample does not mean an empty queue: look again at once, at everything
-    return [sampled_claim(table, limit, func.system(options.sample), ranks=ranks), plain]

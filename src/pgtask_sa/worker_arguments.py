@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar, get_args
 
+from pgtask_sa.claim_orders import Order
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.turns import Order
 
 T = TypeVar("T")
 
@@ -44,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="TYPE=N",
         help="share of the turns (1), with --order fair",
     )
+    add("--fair-by", metavar="COLUMN", help="equal turns for its values instead of the types")
     add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
     add("--drain", action="store_true", help="stop when nothing is left to claim")
     add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")

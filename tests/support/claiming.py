@@ -10,7 +10,8 @@ from sqlalchemy import func, text
 
 from pgtask_sa import Task
 from pgtask_sa.claim import fair_claim, random_claim, sampled_claim
-from pgtask_sa.turns import Claimer, ClaimOptions
+from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.turns import Claimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -24,6 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa import TaskRegistry, TaskSession
 from pgtask_sa.admission import Admission
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
@@ -32,7 +33,7 @@ from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Settler
 from pgtask_sa.solitude import Gate, Solitary
-from pgtask_sa.turns import Claimer, ClaimOptions
+from pgtask_sa.turns import Claimer
 from pgtask_sa.watchdog import Watchdog
 
 PATIENCE = 20.0  # seconds for a lane to stop in a handler or to come to its end
