@@ -40,7 +40,7 @@ Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task t
 SURVEY_INTERVAL = 0.05
 REPLAN_INTERVAL = 1.0  # seconds; a tenth of a millisecond each time, and one planning
 MOST_GUESSES = 20  # pairs, each some index probes that may be in vain
-MOST_TURNS = 50  # pairs in one statement; all are warm, so the first ones should do
+MOST_TURNS = 20  # pairs in one statement; all are warm, so the first ones should do
 MOST_PASSES = 10_000
 
 
@@ -97,17 +97,16 @@ class Turns:
         A claim that is full went no further than to the last pair that it took from; with
         ``by_level`` it looked at the pairs of one priority together.
         """
-        tried = {*asked, *taken}
+        reached = len(asked)
         if sum(taken.values()) == limit:
-            places = [i for i, pair in enumerate(asked) if pair in taken]
-            last = max(places, default=-1)
-            done = asked[: last + 1]
-            if by_level:
-                done = [pair for pair in done if pair[0] < asked[last][0]]
-            tried = {*done, *taken}
+            reached = max((i for i, pair in enumerate(asked, 1) if pair in taken), default=reached)
+        done = asked[:reached]
+        if by_level and sum(taken.values()) == limit:
+            done = [pair for pair in done if pair[0] < asked[reached - 1][0]]
+        tried = {*done, *taken}
         # they are the first of the queue, or not in it
-        head = self._queue[: len(asked)]
-        self._queue[: len(asked)] = [e for e in head if (e[0], e[3]) not in tried]
+        head = self._queue[: len(asked) if by_level else reached]
+        self._queue[: len(head)] = [e for e in head if (e[0], e[3]) not in tried]
         known = {(level, kind): at for level, _, at, kind in head}
         for pair, rows in taken.items():
             level, rank, at, kind = self._entry(pair)
@@ -182,21 +181,22 @@ class Claimer:
     def _in_turns(self) -> Iterator[Ask]:
         guesses = [] if self.turns or self._surveyed is None else self._guesses()
         is_late = not guesses and self._is_late()
+        tried = set(guesses)
         if guesses:
             yield self._claim(guesses)
         elif is_late:
             yield self._look()
-        tried = {*guesses, *self.turns.pairs()}
-        yield from self._rounds()
+        yield from self._rounds(tried)
         if not is_late:
             yield self._look()
             if self.turns.pairs() - tried:  # else they are those that others hold
-                yield from self._rounds()
+                yield from self._rounds(tried)
 
-    def _rounds(self) -> Iterator[Ask]:
+    def _rounds(self, tried: set[Pair]) -> Iterator[Ask]:
         """Yield claims of the warm pairs; with each that finds nothing there are fewer."""
         while asked := self.turns.next(max(MOST_TURNS, self.options.batch_size)):
             yield self._claim(asked)
+            tried.update(asked)
 
     def _claim(self, asked: Sequence[Pair]) -> Ask:
         assert self._way is not None  # noqa: S101
