@@ -82,8 +82,8 @@ def plain(task_class: type[Any], expression: Any) -> ColumnElement[Any]:
 
     Example:
         >>> from pgtask_sa import Task
-        >>> print(plain(Task, Task.params["urgency"].as_integer()))
-        CAST((task.params ->> 'urgency') AS INTEGER)
+        >>> print(plain(Task, Task.attempts * 2))
+        task.attempts * 2
     """
     table = task_table(task_class)
     element = expression
