@@ -16,7 +16,8 @@ from own_models import EnumJob, HstoreJob
 from sqlalchemy import create_engine, delete, func, make_url, select, text
 
 from pgtask_sa import ConfigurationError
-from pgtask_sa.claim import ClaimOptions, claim_by_force, claim_by_id, fair_claim
+from pgtask_sa.claim import claim_by_force, claim_by_id, fair_claim
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.engines import worker_engine
 
 if TYPE_CHECKING:
@@ -104,6 +105,25 @@ def test_takes_what_there_is(engine: Engine, order: str) -> None:
     with engine.connect() as connection:
         rows = take(connection, CLAIMS[order](TASK, 10))
         assert list(range(1, 7)) == sorted(ids(rows))
+
+
+@pytest.mark.parametrize("cache_mode", ["force_generic_plan", "force_custom_plan"])
+def test_turns_are_kept_under_every_plan(hostile: Engine, cache_mode: str) -> None:
+    """Whatever ways of the planner are switched off, turns are taken in the order given."""
+    fill(hostile, 2, "B")
+    fill(hostile, 2, "B", run_at="now()")
+    with hostile.begin() as connection:
+        connection.execute(text("update task set priority = 3 where task_id % 2 = 0"))
+    turns = {"levels": [3, 0, 0], "types": ["B", "B", "A"]}
+    found = set()
+    with hostile.connect() as connection:
+        for off, due_first in itertools.product(WITHOUT, (False, True)):
+            set_planner(connection, off, cache_mode)
+            claim = fair_claim(TASK, 5, due_first=due_first)
+            rows = list(connection.execute(claim, {**turns, "pivot": 0.5}))
+            found.add(tuple(sorted((row.task_type, row.priority) for row in rows)))
+            connection.rollback()
+    assert {(("A", 0), ("B", 0), ("B", 0), ("B", 3), ("B", 3))} == found
 
 
 def test_the_trap_is_set(hostile: Engine) -> None:
@@ -249,15 +269,25 @@ STEPS = st.lists(
 )
 
 
-def play(engine: Engine, steps: list[Step], batch_size: int) -> list[int]:
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"ranks": {"B": -1}},
+    {"weights": {"A": 3}},
+    {"order": "random"},
+    {"order": "tablesample", "sample": 50},
+    {"expression": TASK.c.ticket},
+]
+
+
+def play(engine: Engine, steps: list[Step], options: dict[str, Any]) -> list[int]:
     """Let three connections claim, commit and roll back; return what was committed, in order."""
     done: list[int] = []
     held: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    chooser = claimer(batch_size=batch_size)
+    choosers = [claimer("AB", **options) for _ in held]
     connections = [engine.connect() for _ in held]
     for who, action in steps:
         if action == "claim":
-            held[who] += ids(sweep(connections[who], chooser))
+            held[who] += ids(sweep(connections[who], choosers[who]))
         else:
             getattr(connections[who], action)()
             done += held[who] if action == "commit" else []
@@ -274,15 +304,31 @@ def play(engine: Engine, steps: list[Step], batch_size: int) -> list[int]:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(steps=STEPS, batch_size=st.sampled_from([1, 3]))
-def test_any_interleaving(engine: Engine, steps: list[Step], batch_size: int) -> None:
+@given(
+    steps=STEPS,
+    batch_size=st.sampled_from([1, 3]),
+    priorities=st.lists(st.integers(-1, 2), min_size=12, max_size=12),
+    options=st.sampled_from(WAYS),
+)
+def test_any_interleaving(
+    engine: Engine, steps: list[Step], batch_size: int, priorities: list[int], options: Any
+) -> None:
     """However claims, commits and rollbacks interleave: no task twice, and none is lost."""
     with engine.begin() as connection:
         connection.execute(text("truncate task restart identity"))
         fill(connection, 6)
         fill(connection, 6, run_at="now()")
-    done = play(engine, steps, batch_size)
-    done += [task_id for rows in sweep_all(engine, claimer()) for task_id in ids(rows)]
+        connection.execute(
+            text("update task set priority = (cast(:priorities as int[]))[task_id]"),
+            {"priorities": priorities},
+        )
+        connection.execute(text("update task set task_type = 'B' where task_id % 3 = 0"))
+    options = {**options, "batch_size": batch_size}
+    done = play(engine, steps, options)
+    rest = [row for rows in sweep_all(engine, claimer("AB", **options)) for row in rows]
+    if options.get("order") != "tablesample":  # nobody else claims any more
+        assert sorted(row.priority for row in rest) == [row.priority for row in rest]
+    done += ids(rest)
     assert list(range(1, 13)) == sorted(done)
 
 

@@ -11,7 +11,9 @@ from claiming import CLAIMS, TASK, claimer, fill, ids, sweep, sweep_all, take
 from sqlalchemy import TIMESTAMP, cast, literal, text
 
 from pgtask_sa import ConfigurationError, TaskRegistry, Worker
-from pgtask_sa.claim import REPLAN_INTERVAL, Claimer, ClaimOptions, fair_claim, random_claim
+from pgtask_sa.claim import fair_claim, random_claim
+from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.turns import REPLAN_INTERVAL, Claimer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -258,7 +260,7 @@ def test_retries_and_new_tasks_do_not_starve_each_other(
 def test_plans_are_renewed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claimer asks for new plans once in an interval, and no more often."""
     clock = [100.0]
-    monkeypatch.setattr("pgtask_sa.claim.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("pgtask_sa.turns.time.monotonic", lambda: clock[0])
     chooser = claimer()
     asked = []
     for step in (0.0, REPLAN_INTERVAL, 0.0, REPLAN_INTERVAL / 2, REPLAN_INTERVAL / 2):

@@ -384,6 +384,19 @@ class TestEnqueue:
         assert 2 == result.code
         assert "--run-at" in result.err
 
+    def test_priority(self, run, session):
+        """A priority is kept, also one below 0."""
+        assert 0 == run("enqueue", "A", "--priority", "-5").code
+        assert -5 == session.scalar(select(Task.priority))
+
+    def test_priority_out_of_range(self, run):
+        """What the column cannot hold is refused."""
+        result = run("enqueue", "A", "--priority", "40000")
+        assert (1, "error: priority must be from -32768 to 32767, got 40000\n") == (
+            result.code,
+            result.err,
+        )
+
     def test_coalesce(self, run, session):
         """An equal task that waits is enough, and the second call says so."""
         assert 0 == run("enqueue", "A", "--coalesce").code
@@ -486,6 +499,7 @@ class TestList:
             "attempts": 0,
             "last_error": None,
             "lease_token": None,
+            "priority": 0,
         } == {key: task[key] for key in task if key not in ("created_at", "run_at")}
         assert datetime.fromisoformat(task["created_at"]) < datetime.fromisoformat(task["run_at"])
 

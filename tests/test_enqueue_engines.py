@@ -162,7 +162,7 @@ def test_reading_through_another_engine_is_fine(engine: Engine, other: Engine) -
 def test_a_role_that_may_only_insert_and_see_the_key(engine: Engine, db_url: str) -> None:
     """A plain enqueue needs INSERT, and SELECT on what it returns (C17)."""
     role = f"web_{uuid.uuid4().hex[:8]}"
-    returned = "task_id, created_at, attempts, ticket"
+    returned = "task_id, created_at, attempts, ticket, priority"
     with engine.begin() as connection:
         connection.execute(text(f"create role {role}"))
         connection.execute(text(f"grant insert, select ({returned}) on task to {role}"))

@@ -14,6 +14,7 @@ from pgtask_sa import (
     DeadTask,
     Task,
     claim,
+    custom_claims,
     lease_statements,
     presence_statements,
     reports,
@@ -32,6 +33,7 @@ TASK: Table = Task.__table__
 DEAD: Table = DeadTask.__table__
 ENUM: Table = EnumJob.__table__
 UNIQUE: Table = UniqueJob.__table__
+TENANT: Table = PlainJob.__table__
 RANKS = {"EMAIL": -1, "REPORT": 5}
 
 # By name: the function's, then what is special about this case.
@@ -46,6 +48,15 @@ CASES: dict[str, Callable[[], Executable]] = {
     "random_claim.own_clock": lambda: claim.random_claim(TASK, 1, now=func.my_clock()),
     "sampled_claim": lambda: claim.sampled_claim(TASK, 1, func.system(1)),
     "sampled_claim.ranks": lambda: claim.sampled_claim(ENUM, 5, func.system(2.5), ranks=RANKS),
+    "random_claim.rank_else": lambda: claim.random_claim(TASK, 1, ranks=RANKS, rank_else=7),
+    "keyed_claim": lambda: custom_claims.keyed_claim(TENANT, 1, "tenant", due_first=False),
+    "keyed_claim.batch_due_first": lambda: custom_claims.keyed_claim(
+        TENANT, 10, "tenant", due_first=True
+    ),
+    "expression_claim": lambda: custom_claims.expression_claim(TASK, 1, TASK.c.attempts),
+    "expression_claim.shuffled": lambda: custom_claims.expression_claim(
+        TASK, 10, TASK.c.attempts, shuffled=True
+    ),
     "claim_by_id": lambda: claim.claim_by_id(TASK),
     "claim_by_force": lambda: claim.claim_by_force(TASK),
     "retry": lambda: statements.retry(TASK, mapped_names(TASK)),
@@ -66,6 +77,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "task_exists": lambda: statements.task_exists(TASK),
     "peek": lambda: statements.peek(TASK),
     "peek.enum": lambda: statements.peek(ENUM),
+    "survey": lambda: statements.survey(TASK),
+    "survey.enum": lambda: statements.survey(ENUM),
     "waiting_kinds": lambda: statements.waiting_kinds(TASK),
     "count_waiting": lambda: statements.count_waiting(TASK, 100),
     "count_claimable": lambda: reports.count_claimable(TASK),
@@ -107,9 +120,23 @@ CASES: dict[str, Callable[[], Executable]] = {
     "holder": lambda: reports.holder(TASK),
 }
 
-MODULES = (claim, statements, reports, presence_statements, lease_statements)
+MODULES = (claim, custom_claims, statements, reports, presence_statements, lease_statements)
 # Public functions of these modules that return parts of statements, or no SQL.
-PARTS = {"server_now", "kinds_of", "claim_columns", "mapped_names", "is_json", "by_ids"}
+PARTS = {
+    "server_now",
+    "some_of_kind",
+    "kinds_of",
+    "claim_columns",
+    "mapped_names",
+    "is_json",
+    "by_ids",
+    "integer",
+    "own_types",
+    "due",
+    "claimable",
+    "take",
+    "key_columns",
+}
 
 
 def functions_of(module: ModuleType) -> set[str]:

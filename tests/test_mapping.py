@@ -40,7 +40,8 @@ from pgtask_sa import (
     TaskRegistry,
     TaskSession,
 )
-from pgtask_sa.mapping import dead_task_class, index_name, mapped_table, task_label, task_table
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import dead_task_class, index_name, mapped_table, task_table
 from pgtask_sa.triggers import wakeup_name
 
 

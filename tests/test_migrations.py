@@ -70,7 +70,7 @@ def test_upgrade_creates_what_create_all_creates(db_url: str, migrated_url: str)
     created = _catalog(db_url)
     assert created == _catalog(migrated_url)
     assert {kind: len(rows) for kind, rows in created.items() if kind != "constraints"} == {
-        "columns": 31,
+        "columns": 33,
         "relations": 10,
         "indexes": 6,
         "sequences": 1,
@@ -231,13 +231,15 @@ def test_concurrent_upgrades_do_not_clash(empty_db_url: str) -> None:
 
 
 @contextmanager
-def _running_task(url: str) -> Iterator[Connection]:
+def _running_task(
+    url: str, claim: str = "delete from task returning task_id"
+) -> Iterator[Connection]:
     """Open a worker's transaction: it claimed a task, and its handler takes its time."""
     with _connect(url) as connection:
-        connection.execute(insert(Task).values(task_type="SLOW"))
+        connection.execute(text("insert into task (task_type) values ('SLOW')"))
         connection.commit()
         connection.execute(text("set local application_name = 'pgtask SLOW 1'"))
-        connection.execute(text("delete from task returning task_id"))
+        connection.execute(text(claim))
         yield connection
 
 
@@ -286,3 +288,68 @@ def test_wheel_ships_the_migrations(tmp_path: Path) -> None:
     shipped = {name for name in zipfile.ZipFile(wheel).namelist() if "/alembic/" in name}
     sources = [p for p in (ROOT / "alembic").rglob("*") if p.suffix in (".py", ".mako")]
     assert shipped == {f"pgtask_sa/{path.relative_to(ROOT)}" for path in sources}
+
+
+# -- 0003 -----------------------------------------------------------------------------------------
+
+
+def _at_0002(url: str) -> None:
+    """Migrate up to 0002, and enqueue a thousand tasks."""
+    migrations.upgrade(url, "0002")
+    with _connect(url) as connection:
+        connection.execute(
+            text("insert into task (task_type) select 'A' from generate_series(1, 1000)")
+        )
+        connection.commit()
+
+
+def _relations(url: str) -> dict[str, int]:
+    query = "select relname, relfilenode from pg_class where relname like 'task_%_idx'"
+    with _connect(url) as connection:
+        return {row.relname: row.relfilenode for row in connection.execute(text(query))}
+
+
+def test_0003_beside_a_running_task(empty_db_url: str) -> None:
+    """A migration to 0003 lets a running task come to its end, and then goes through."""
+    _at_0002(empty_db_url)
+    with _running_task(empty_db_url, "delete from task where task_id = 1") as worker:
+        migration = threading.Thread(target=migrations.upgrade, args=(empty_db_url,))
+        migration.start()
+        wait_until(lambda: _waiting(empty_db_url, "mode = 'AccessExclusiveLock'"))
+        worker.commit()
+        migration.join(30)
+    assert migrations.head() == migrations.current(empty_db_url)
+    assert {"task_ready_idx", "task_due_idx", "task_coalesce_idx"} == set(_relations(empty_db_url))
+
+
+def test_a_half_built_index_of_0003_is_built_anew(empty_db_url: str) -> None:
+    """What a preparation that was killed left behind, valid or not, is in nobody's way."""
+    _at_0002(empty_db_url)
+    with _connect(empty_db_url) as connection:
+        connection.execute(text("create index task_due_0003_idx on task (task_id)"))
+        connection.commit()
+    migrations.upgrade(empty_db_url)
+    with _connect(empty_db_url) as connection:
+        query = "select pg_get_indexdef('task_due_idx'::regclass)"
+        assert "(priority, task_type, run_at)" in connection.scalar(text(query))
+
+
+def test_indexes_of_0003_are_built_before_anything_is_locked(empty_db_url: str) -> None:
+    """The index that the preparation built is the one that is there in the end."""
+    _at_0002(empty_db_url)
+    engine = create_engine(empty_db_url, poolclass=NullPool)
+    migrations._prepare(engine, 1.0, 3)
+    prepared = _relations(empty_db_url)["task_ready_0003_idx"]
+    with engine.connect() as connection:
+        assert 1000 == connection.scalar(text("select count(*) from task where priority = 0"))
+    migrations._run("upgrade", engine, "head", lock_timeout=1.0, attempts=3)
+    assert prepared == _relations(empty_db_url)["task_ready_idx"]
+
+
+def test_0003_and_back(empty_db_url: str) -> None:
+    """A downgrade brings back the indexes that the older program needs."""
+    _at_0002(empty_db_url)
+    before = _catalog(empty_db_url)
+    migrations.upgrade(empty_db_url)
+    migrations.downgrade(empty_db_url, "0002")
+    assert before == _catalog(empty_db_url)

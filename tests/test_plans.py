@@ -10,7 +10,7 @@ from plans import Plan, explain
 from sqlalchemy import create_engine, text
 
 from pgtask_sa.claim import REPLAN, fair_claim
-from pgtask_sa.statements import count_waiting, peek, waiting_kinds
+from pgtask_sa.statements import count_waiting, peek, survey, waiting_kinds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +68,7 @@ def plan_of_claim(
     connection: Connection, limit: int, types: list[str], *, due_first: bool = False
 ) -> Plan:
     claim = fair_claim(TASK, limit, due_first=due_first)
-    return explain(connection, claim, types=types, pivot=0.5)
+    return explain(connection, claim, levels=[0] * len(types), types=types, pivot=0.5)
 
 
 def check_claim(plan: Plan, limit: int, taken: int, *indexes: str) -> None:
@@ -162,6 +162,80 @@ def test_peek_at_a_crowd_of_others(unknown: tuple[str, Engine]) -> None:
         check_read(explain(connection, peek(TASK), types=["NONE"]), {READY, DUE})
 
 
+@pytest.mark.parametrize(
+    ("types", "expected"),
+    [(["READY"], [(0, "READY")]), (["DUE"], [(0, "DUE")]), (["LATER", "NONE"], [])],
+)
+def test_survey(full: Engine, types: list[str], expected: list[Any]) -> None:
+    """A survey finds what waits now by some probes, and passes over types of others."""
+    with full.connect() as connection:
+        assert expected == [
+            tuple(row) for row in connection.execute(survey(TASK), {"types": types})
+        ]
+        check_read(explain(connection, survey(TASK), types=types), {READY, DUE})
+
+
+def test_survey_in_a_new_queue(unknown: tuple[str, Engine]) -> None:
+    """A survey of a queue without statistics is some probes, too."""
+    task_type, engine = unknown
+    with engine.connect() as connection:
+        check_read(explain(connection, survey(TASK), types=[task_type, "NONE"]), {READY, DUE})
+
+
+@pytest.fixture(scope="module", params=["fresh", "stale"])
+def levels(
+    databases: Databases, template_db: str, request: pytest.FixtureRequest
+) -> Iterator[Engine]:
+    """20,000 tasks, ready and due, of 5 priorities and 4 types.
+
+    Statistics are fresh, or from a time when there was one task.
+    """
+    with databases.temporary(template_db) as url:
+        engine = backlog(url, known=False)
+        with engine.begin() as connection:
+            fill(connection, 1)
+        analyze(engine)
+        with engine.begin() as connection:
+            connection.execute(
+                text(
+                    "insert into task (task_type, priority, run_at)"
+                    " select 'K' || g % 4, g % 5 - 2, case when g % 2 = 0 then now() end"
+                    " from generate_series(1, 20000) as g"
+                )
+            )
+        if request.param == "fresh":
+            analyze(engine)
+        yield engine
+        engine.dispose()
+
+
+@LIMITS
+@DUE_FIRST
+def test_claim_in_turns(levels: Engine, limit: int, due_first: bool) -> None:
+    """Of many priorities and types a claim locks what it takes, and nothing else."""
+    pairs = [(level, f"K{n}") for level in range(-2, 3) for n in range(4)]
+    claim = fair_claim(TASK, limit, due_first=due_first)
+    given = {"levels": [level for level, _ in pairs], "types": [kind for _, kind in pairs]}
+    with levels.connect() as connection:
+        plan = explain(connection, claim, **given, pivot=0.5)
+    check_claim(plan, limit, limit, DUE if due_first else READY)
+
+
+def test_survey_of_priorities(levels: Engine) -> None:
+    """Of 20 pairs among 20,000 tasks each costs some probes."""
+    statement = survey(TASK)
+    with levels.connect() as connection:
+        rows = connection.execute(statement, {"types": ["K0", "K3"]}).all()
+        plan = explain(connection, statement, types=["K0", "K3"])
+    assert {(level, kind) for level in range(-2, 3) for kind in ("K0", "K3")} == set(
+        map(tuple, rows)
+    )
+    assert 0 == plan.whole_table_scans
+    assert {READY, DUE} <= plan.indexes
+    assert plan.rows_touched <= 50
+    assert plan.buffers <= 21 * 2 * 3 * 4
+
+
 def test_waiting_kinds(full: Engine) -> None:
     """The types that wait are found by one probe each, however many tasks there are."""
     with full.connect() as connection:
@@ -201,9 +275,10 @@ def test_a_claim_without_its_index_is_noticed(full: Engine, index: str, task_typ
     [
         (peek(TASK), {"types": ["NONE"]}),
         (waiting_kinds(TASK), {}),
+        (survey(TASK), {"types": ["READY", "DUE"]}),
         (count_waiting(TASK, 50), {"kind": "LATER"}),
     ],
-    ids=["peek", "waiting_kinds", "count_waiting"],
+    ids=["peek", "waiting_kinds", "survey", "count_waiting"],
 )
 def test_a_look_without_its_index_is_noticed(
     full: Engine, index: str, statement: Any, parameters: dict[str, Any]
@@ -222,7 +297,7 @@ def test_a_look_without_its_index_is_noticed(
 
 def pages_of_a_prepared_claim(connection: Connection) -> int:
     """Execute the claim as a statement prepared before, and count the pages it looked at."""
-    command = "explain (analyze, buffers, timing off, format json) execute claim('{A}', 0.5)"
+    command = "explain (analyze, buffers, timing off, format json) execute claim('{0}', '{A}', 0.5)"
     top = connection.exec_driver_sql(command).scalar_one()[0]["Plan"]
     connection.rollback()
     return int(top["Shared Hit Blocks"] + top["Shared Read Blocks"])
@@ -237,8 +312,9 @@ def test_a_plan_from_a_small_queue_is_given_up(engine: Engine) -> None:
     claim = fair_claim(TASK, 1, due_first=False)
     with engine.connect() as connection:
         compiled = str(claim.compile(connection))
-        body = compiled.replace("%(types)s", "$1").replace("%(pivot)s", "$2")
-        connection.exec_driver_sql(f"prepare claim (text[], real) as {body}")
+        body = compiled.replace("%(levels)s", "$1").replace("%(types)s", "$2")
+        body = body.replace("%(pivot)s", "$3")
+        connection.exec_driver_sql(f"prepare claim (int[], text[], real) as {body}")
         connection.commit()
         connection.exec_driver_sql("set plan_cache_mode = force_generic_plan")
         connection.commit()

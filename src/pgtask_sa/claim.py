@@ -8,18 +8,18 @@ column, no lease, no clock. The whole statement, for one task::
     delete from task
     where task_id = any (array (                                          -- (1)
         select picked.task_id
-        from unnest(array['EMAIL', 'REPORT']) as kind                     -- (2)
+        from unnest(array[0, 0], array['EMAIL', 'REPORT']) as turns(level, kind) -- (2)
         cross join lateral (
             select task_id from (
-                select task_id from task where task_type = kind
+                select task_id from task where priority = level and task_type = kind
                 and run_at is null and ticket >= 0.3717 order by ticket   -- (3)
                 limit 1 for update skip locked) as upper                  -- (4)
             union all select task_id from (
-                select task_id from task where task_type = kind
+                select task_id from task where priority = level and task_type = kind
                 and run_at is null and ticket < 0.3717 order by ticket
                 limit 1 for update skip locked) as lower
             union all select task_id from (
-                select task_id from task where task_type = kind
+                select task_id from task where priority = level and task_type = kind
                 and run_at between '-infinity' and now() order by run_at  -- (5)
                 limit 1 for update skip locked) as due
         ) as picked
@@ -31,8 +31,10 @@ column, no lease, no clock. The whole statement, for one task::
     sub-select again for every row of the table; each run skips what the statement took before,
     and one claim takes many rows. It happens with default settings, on a queue that was empty
     when statistics were gathered.
-2.  The types this worker has handlers for, in the order of this claim. The order is the policy:
-    shuffled gives every type an equal turn, however many tasks of another type wait.
+2.  Whose turn it is: pairs of a priority and a type of which the worker knows that tasks wait, the
+    most urgent priority first. The order of the pairs is the whole policy: taking turns gives every
+    type the same number of claims, however many tasks of another type wait. How a worker knows what
+    waits, and whose turn it is: `turns`.
 3.  A lottery: each row drew a random ``ticket`` at insert, and the claim starts at a random
     number and walks up the index, wrapping around at the end (the second branch). That is random
     order at the price of one index probe, where ``order by random()`` must read and sort them all.
@@ -52,17 +54,14 @@ transaction had locked or deleted the row, and came to nothing: perhaps its work
 `presence`.
 
 The two literal orders, ``random`` and ``tablesample``, are the same statement around
-``order by random()``, with an optional CASE before it. They are simple and exact, and they read
-the whole queue (or a sample of it) on every claim.
+``order by priority, random()``, with an optional CASE between. They are simple and exact, and they
+read the whole queue (or a sample of it) on every claim.
 """
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 from sqlalchemy import (
     REAL,
@@ -94,16 +93,15 @@ from sqlalchemy import (
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.rows import quoted, whole_row
 
-Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Now: TypeAlias = "ColumnElement[Any]"
 
 APPLICATION_NAME = "pgtask"
 # Under these names it travels:
 ROW_VERSION, BACKEND_PID, BEGUN_AT = "pgtask_version", "pgtask_pid", "pgtask_begun"
 TOUCHED = "pgtask_touched"
+PLACE = "pgtask_place"
 
 # The last transaction that locked or deleted a row leaves its number there, also if it came to
 # nothing. To be read before the row is locked: then it is our own.
@@ -113,7 +111,6 @@ IS_TOUCHED = literal_column("xmax <> '0'::xid", Boolean).label("touched")
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
 # arrive, until autovacuum looks at the table: 40 ms a claim, not 0.4, with 200,000 tasks.
 REPLAN = text("DISCARD PLANS")
-REPLAN_INTERVAL = 1.0  # seconds; a tenth of a millisecond each time, and one planning
 
 # No moment is before it, so as a lower bound it excludes nothing. But a planner without statistics
 # takes a range for few rows and a single bound for a third of the table, which it would rather read
@@ -161,25 +158,43 @@ def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:
     return column
 
 
-def fair_claim(table: Table, limit: int, *, due_first: bool, now: Now | None = None) -> Executable:
-    """Claim by lottery, type by type in the order of ``:types``, starting at ``:pivot``."""
-    kinds = func.unnest(_types(table)).table_valued("kind").render_derived(name="kinds")
-    lottery = _lottery(table, kinds.c.kind, limit)
-    due = [_due(table, kinds.c.kind, limit, server_now() if now is None else now)]
-    branches = due + lottery if due_first else lottery + due
+def fair_claim(
+    table: Table,
+    limit: int,
+    *,
+    due_first: bool,
+    more: Sequence[ColumnElement[Any]] = (),
+    now: Now | None = None,
+) -> Executable:
+    """Claim by lottery, starting at ``:pivot``, in turns.
+
+    The turns are pairs of a priority and a type, in the order of ``:levels`` and ``:types``, which
+    are of the same length. ``more`` is returned as well.
+    """
+    turns = _turns(table)
+    mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
+    lottery = _lottery(table, mine, limit)
+    planned = [due(table, mine, limit, server_now() if now is None else now)]
+    branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
-    wrapped = [select(b.correlate(kinds).subquery()) for b in branches]
+    wrapped = [select(b.correlate(turns).subquery()) for b in branches]
     picked = union_all(*wrapped).lateral("picked")
-    found = select(picked.c.task_id, picked.c.touched).select_from(kinds.join(picked, true()))
-    chosen = found.limit(_literal(limit))
-    return _take(table, chosen, limit)
+    found = select(picked.c.task_id, picked.c.touched).select_from(turns.join(picked, true()))
+    chosen = found.limit(integer(limit))
+    return take(table, chosen, limit, more)
 
 
 def random_claim(
-    table: Table, limit: int, *, ranks: Mapping[str, int] | None = None, now: Now | None = None
+    table: Table,
+    limit: int,
+    *,
+    ranks: Mapping[str, int] | None = None,
+    rank_else: int = 0,
+    now: Now | None = None,
 ) -> Executable:
-    """Claim by ``order by random()`` over the whole queue, after the CASE of ``ranks``."""
-    return _take(table, _shuffled(table, table, limit, ranks or {}, now), limit)
+    """Claim by ``order by random()`` over the whole queue, after priority and CASE of ``ranks``."""
+    order = _rank_case(table.c.task_type, ranks, rank_else)
+    return take(table, _shuffled(table, table, limit, order, now), limit)
 
 
 def sampled_claim(
@@ -188,11 +203,13 @@ def sampled_claim(
     sample: Function[Any],
     *,
     ranks: Mapping[str, int] | None = None,
+    rank_else: int = 0,
     now: Now | None = None,
 ) -> Executable:
     """Claim by ``order by random()`` over a sample, such as ``func.system(1)`` (per cent)."""
     source = table.tablesample(sample, name="sampled")
-    return _take(table, _shuffled(table, source, limit, ranks or {}, now), limit)
+    order = _rank_case(source.c.task_type, ranks, rank_else)
+    return take(table, _shuffled(table, source, limit, order, now), limit)
 
 
 def claim_by_id(table: Table) -> Executable:
@@ -202,7 +219,7 @@ def claim_by_id(table: Table) -> Executable:
         .where(table.c.task_id == bindparam("task_id"))
         .with_for_update(skip_locked=True)
     )
-    return _take(table, chosen, 1)
+    return take(table, chosen, 1)
 
 
 def claim_by_force(table: Table) -> Executable:
@@ -242,66 +259,106 @@ def _terminated(table: Table) -> ColumnElement[Any]:
     )
 
 
-def _literal(limit: int) -> ColumnElement[Any]:
-    return literal_column(str(int(limit)), Integer)
+def integer(value: int) -> ColumnElement[Any]:
+    """Return a literal: of a limit, the planner is to know how few rows are wanted."""
+    return literal_column(str(int(value)), Integer)
 
 
 def _text(constant: str) -> ColumnElement[Any]:
     return literal_column(f"'{constant}'", Text)
 
 
-def _types(table: Table) -> ColumnElement[Any]:
+def own_types(table: Table) -> ColumnElement[Any]:
+    """Return ``:types`` as an array of the type that the table has for them."""
     return cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
 
 
-def _lottery(table: Table, kind: ColumnElement[Any], limit: int) -> list[Select[Any]]:
+def _turns(table: Table) -> Any:
+    levels = cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type))
+    pairs = func.unnest(levels, own_types(table)).table_valued("level", "kind")
+    return pairs.render_derived(name="turns")
+
+
+def _lottery(table: Table, mine: Sequence[ColumnElement[bool]], limit: int) -> list[Select[Any]]:
     pivot = cast(bindparam("pivot"), REAL)
     halves = (table.c.ticket >= pivot, table.c.ticket < pivot)
     return [
         select(table.c.task_id, IS_TOUCHED)
-        .where(table.c.task_type == kind, table.c.run_at.is_(None), half)
+        .where(*mine, table.c.run_at.is_(None), half)
         .order_by(table.c.ticket)
-        .limit(_literal(limit))
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
         for half in halves
     ]
 
 
-def _due(table: Table, kind: ColumnElement[Any], limit: int, now: Now) -> Select[Any]:
+def due(table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now) -> Select[Any]:
+    """Lock tasks whose time has come, the longest due first; ``mine`` says of which pair."""
     return (
         select(table.c.task_id, IS_TOUCHED)
-        .where(table.c.task_type == kind, table.c.run_at.between(LONG_AGO, now))
+        .where(*mine, table.c.run_at.between(LONG_AGO, now))
         .order_by(table.c.run_at)
-        .limit(_literal(limit))
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
     )
 
 
 def _shuffled(
-    table: Table, source: FromClause, limit: int, ranks: Mapping[str, int], now: Now | None
+    table: Table,
+    source: FromClause,
+    limit: int,
+    order: Sequence[ColumnElement[Any]],
+    now: Now | None,
 ) -> Select[Any]:
-    c = source.c
-    moment = server_now() if now is None else now
-    order = [func.random()] if not ranks else [_rank_case(c.task_type, ranks), func.random()]
     return (
-        select(c.task_id, IS_TOUCHED)
-        .where(c.task_type == any_(_types(table)), or_(c.run_at.is_(None), c.run_at <= moment))
-        .order_by(*order)
-        .limit(_literal(limit))
+        select(source.c.task_id, IS_TOUCHED)
+        .where(*claimable(table, source, now))
+        .order_by(source.c.priority, *order, func.random())
+        .limit(integer(limit))
         .with_for_update(skip_locked=True)
     )
 
 
-def _rank_case(task_type: ColumnElement[Any], ranks: Mapping[str, int]) -> ColumnElement[Any]:
-    whens = {name: literal_column(str(int(rank)), Integer) for name, rank in ranks.items()}
-    return case(whens, value=cast(task_type, Text), else_=literal_column("0", Integer))
+def claimable(
+    table: Table, source: FromClause, now: Now | None = None
+) -> list[ColumnElement[bool]]:
+    """Say what may be claimed at all: tasks of ``:types`` that are ready or due."""
+    c, moment = source.c, server_now() if now is None else now
+    return [c.task_type == any_(own_types(table)), or_(c.run_at.is_(None), c.run_at <= moment)]
 
 
-def _take(table: Table, chosen: Select[Any], limit: int) -> Executable:
+def _rank_case(
+    task_type: ColumnElement[Any], ranks: Mapping[str, int] | None, rank_else: int
+) -> list[ColumnElement[Any]]:
+    if not ranks:
+        return []
+    whens = {name: integer(rank) for name, rank in ranks.items()}
+    return [case(whens, value=cast(task_type, Text), else_=integer(rank_else))]
+
+
+def take(
+    table: Table,
+    chosen: Select[Any],
+    limit: int,
+    more: Sequence[ColumnElement[Any]] = (),
+    *,
+    in_order: bool = False,
+) -> Executable:
+    """Delete the rows that ``chosen`` locked, its columns being ``task_id`` and ``touched``.
+
+    Args:
+        table: the task table.
+        chosen: what to take.
+        limit: how many rows that may be, at most.
+        more: further columns to return.
+        in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
+    """
     found = chosen.cte("chosen").prefix_with("MATERIALIZED")
     ids = func.array(select(found.c.task_id).scalar_subquery(), type_=ARRAY(table.c.task_id.type))
     touched = select(func.bool_or(found.c.touched)).scalar_subquery()
-    returned = [*claim_columns(table), touched.label(TOUCHED)]
+    returned = [*claim_columns(table), touched.label(TOUCHED), *more]
+    if in_order:
+        returned.append(func.array_position(ids, table.c.task_id).label(PLACE))
     if limit == 1:
         returned.append(_announce(table))
     taken = delete(table).where(table.c.task_id == any_(ids))
@@ -314,95 +371,3 @@ def _announce(table: Table) -> ColumnElement[Any]:
     name = func.concat(_text(f"{APPLICATION_NAME} "), c.task_id, _text(" "), c.task_type)
     shown = func.left(name, literal_column("63", Integer))
     return func.set_config(_text("application_name"), shown, true()).label("pgtask_announced")
-
-
-@dataclass(frozen=True)
-class ClaimOptions:
-    """How a worker claims: the order, how many at a time, and which types go first.
-
-    Args:
-        order: ``fair`` (the indexed lottery), or literally ``random`` or ``tablesample``.
-        batch_size: tasks per claim and transaction, 1 to 10,000.
-        ranks: task type to rank; lower ranks go first, a type that is not named has rank 0.
-        sample: per cent of the table's pages that ``tablesample`` looks at.
-
-    Raises:
-        ConfigurationError: a value is out of its range.
-
-    Example:
-        >>> ClaimOptions(batch_size=0)
-        Traceback (most recent call last):
-        pgtask_sa.errors.ConfigurationError: batch_size must be an integer from 1 to 10000, got 0
-    """
-
-    order: Order = "fair"
-    batch_size: int = 1
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    sample: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.order not in get_args(Order):
-            raise ConfigurationError(f"order must be one of {get_args(Order)}, got {self.order!r}")
-        _check_integer("batch_size", self.batch_size, 1, 10_000)
-        for name, rank in self.ranks.items():
-            _check_integer(f"priority of {name}", rank, -(2**31), 2**31 - 1)
-        if not 0 < self.sample <= 100:  # noqa: PLR2004
-            raise ConfigurationError(f"sample must be over 0 up to 100 per cent: {self.sample!r}")
-
-
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigurationError(f"{name} must be an integer from {low} to {high}, got {value!r}")
-
-
-class Claimer:
-    """Chooses the statement and the parameters of each claim; for one lane's connection."""
-
-    def __init__(self, table: Table, types: Sequence[str], options: ClaimOptions) -> None:
-        self.types = list(types)
-        self.options = options
-        self._random = random.Random()  # noqa: S311
-        self._statements = self._build(table, options)
-        self._planned = time.monotonic()
-
-    @staticmethod
-    def _build(table: Table, options: ClaimOptions) -> list[Executable]:
-        limit, ranks = options.batch_size, options.ranks
-        if options.order == "fair":
-            return [fair_claim(table, limit, due_first=first) for first in (False, True)]
-        plain = random_claim(table, limit, ranks=ranks)
-        if options.order == "random":
-            return [plain]
-        # an empty sample does not mean an empty queue: look again at once, at everything
-        return [sampled_claim(table, limit, func.system(options.sample), ranks=ranks), plain]
-
-    def must_replan(self) -> bool:
-        """Say, once in a while, that `REPLAN` is to be executed before the next claim."""
-        now = time.monotonic()
-        if now - self._planned < REPLAN_INTERVAL:
-            return False
-        self._planned = now
-        return True
-
-    def next(self) -> list[Executable]:
-        """Return the statements of the next claim; each further one only if it found nothing."""
-        if self.options.order == "fair":
-            return [self._random.choice(self._statements)]
-        return self._statements
-
-    def parameters(self) -> dict[str, Any]:
-        """Draw the parameters of the next claim: the types' turns, and where the lottery starts."""
-        if self.options.order != "fair":
-            return {"types": self.types}
-        return {"types": self._turns(), "pivot": self._random.random()}
-
-    def _turns(self) -> list[str]:
-        turns = self.types.copy()
-        self._random.shuffle(turns)
-        if self.options.ranks:
-            turns.sort(key=self.rank)
-        return turns
-
-    def rank(self, task_type: str) -> int:
-        """Return the rank of a task type; lower goes first."""
-        return self.options.ranks.get(task_type, 0)

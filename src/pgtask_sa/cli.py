@@ -63,6 +63,7 @@ def _enqueue_options(add: Any) -> None:
     add("params", nargs="?", default="{}", metavar="PARAMS_JSON", help="an object; - reads stdin")
     add("--delay", type=float, metavar="SECONDS", help="not before so long from now")
     add("--run-at", type=_moment, metavar="ISO", help="not before, as 2030-01-31T08:00+01:00")
+    add("--priority", type=int, default=0, metavar="N", help="lower goes first (0)")
     add("--coalesce", action="store_true", help="not if an equal coalesced task waits already")
 
 

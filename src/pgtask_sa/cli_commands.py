@@ -20,7 +20,8 @@ from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
-from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_label, task_table
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_table
 from pgtask_sa.worker import load_registry
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -266,7 +267,12 @@ def enqueue(place: Place) -> int:
     label, params = _validated(place, options.task_type, _read_params(options.params))
     with TaskSession(place.engine(), task_class=place.task_class) as session:
         task: Any = session.enqueue(
-            label, params, delay=options.delay, run_at=options.run_at, coalesce=options.coalesce
+            label,
+            params,
+            delay=options.delay,
+            run_at=options.run_at,
+            priority=options.priority,
+            coalesce=options.coalesce,
         )
         session.commit()
     task_id = None if task is None else task.task_id

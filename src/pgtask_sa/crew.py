@@ -14,7 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Lease
-from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ClaimOptions
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doctor import find_dangers
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import worker_engine

@@ -113,6 +113,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: Literal[False] = False,
         on_conflict: None = None,
         task_class: type[Any] | None = None,
@@ -127,6 +128,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: Literal[False] = False,
         on_conflict: None = None,
         task_class: type[Any] | None = None,
@@ -141,6 +143,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: Literal[False] = False,
         on_conflict: None = None,
         task_class: type[Any] | None = None,
@@ -155,6 +158,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: bool = False,
         on_conflict: Conflict | None = None,
         task_class: type[Any] | None = None,
@@ -169,6 +173,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: bool = False,
         on_conflict: Conflict | None = None,
         task_class: type[Any] | None = None,
@@ -182,6 +187,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         coalesce: bool = False,
         on_conflict: Conflict | None = None,
         task_class: type[Any] | None = None,
@@ -203,6 +209,8 @@ class EnqueueMixin(_Base):
                 their primary keys. None stands for ``{}``. A callable's dict must not hold None.
             run_at: not before this moment; timezone-aware.
             delay: not before so many seconds (or a timedelta) from now, by the server's clock.
+            priority: which tasks go first, whatever their types: lower before higher, -32768 to
+                32767. It is no part of what makes tasks equal: one that waits keeps its own.
             coalesce: add nothing if an equal task, enqueued with ``coalesce`` too, waits already;
                 that one is then held until this transaction ends, so it is sure to see what it
                 wrote. A task that runs does not count. Equal means equal types, and params equal
@@ -235,7 +243,9 @@ class EnqueueMixin(_Base):
         intake.check_usable(self)
         target = intake.resolve(task, task_class, self.task_class, self.max_params_bytes)
         rule = intake.conflict_rule(target.task_class, on_conflict, coalesce=coalesce)
-        new = intake.new_task(target, run_at=run_at, delay=delay, columns=columns)
+        new = intake.new_task(
+            target, run_at=run_at, delay=delay, priority=priority, columns=columns
+        )
         if coalesce or rule is not None:
             return self._write_now(replace(new, params=self._params_now(params, target)), rule)
         if callable(params):
@@ -271,6 +281,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         batch_size: int = BATCH_SIZE,
         task_class: type[Any] | None = None,
         **columns: Any,
@@ -284,6 +295,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         batch_size: int = BATCH_SIZE,
         task_class: type[Any] | None = None,
         **columns: Any,
@@ -296,6 +308,7 @@ class EnqueueMixin(_Base):
         *,
         run_at: datetime | None = None,
         delay: Seconds | None = None,
+        priority: int = 0,
         batch_size: int = BATCH_SIZE,
         task_class: type[Any] | None = None,
         **columns: Any,
@@ -313,6 +326,7 @@ class EnqueueMixin(_Base):
             params_list: the params of each task; as for `enqueue`, but no callables.
             run_at: not before this moment, all of them; timezone-aware.
             delay: not before so many seconds (or a timedelta) from now.
+            priority: as for `enqueue`, the same for all.
             batch_size: rows per statement, 1 or more.
             task_class: mapped task class; by default the handler's, else the session's.
             **columns: values of the columns that your task class adds, the same for all.
@@ -335,7 +349,9 @@ annotate the handler's params with a dataclass, TypedDict or pydantic model to s
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
             raise EnqueueError(f"batch_size must be an integer of 1 or more, got {batch_size!r}")
         target = intake.resolve(task, task_class, self.task_class, self.max_params_bytes)
-        template = intake.new_task(target, run_at=run_at, delay=delay, columns=columns)
+        template = intake.new_task(
+            target, run_at=run_at, delay=delay, priority=priority, columns=columns
+        )
         self._ledger.autoflush(self)
         written = direct.write_many(
             self,

@@ -32,7 +32,7 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission, Lease
 from pgtask_sa.calls import Face, arguments, close
-from pgtask_sa.claim import REPLAN, Claimer
+from pgtask_sa.claim import REPLAN
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
@@ -41,6 +41,7 @@ from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
+from pgtask_sa.turns import Claimer
 from pgtask_sa.wire import Wired
 
 MAX_BLAMELESS = 20
@@ -188,27 +189,27 @@ class Execution:
         # through a pooler nothing is prepared, and the plans are not ours to discard
         if self.claimer.must_replan() and not is_pooled(self.connection):
             self.connection.execute(REPLAN)
-        for statement in self.claimer.next():
-            rows = self._fetch(statement, self.claimer.parameters())
+        for statement, parameters in self.claimer.statements():
+            rows = self.claimer.learn(self._fetch(statement, parameters))
+            if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
+                raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
             if rows:
-                rows.sort(key=lambda claimed: self.claimer.rank(claimed.task_type))
                 self._more = len(rows) == self.claimer.options.batch_size
                 if self._more:
                     self.on_full()  # there may be more: wake another lane before the work begins
-                return rows
+                return [self.tables.claimed(row) for row in rows]
         return []
 
-    def _fetch(self, statement: Executable, parameters: Mapping[str, Any]) -> list[Claimed]:
+    def _fetch(
+        self, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Mapping[Any, Any]]:
         try:
-            rows = self._rows(statement, parameters)
+            return self._rows(statement, parameters)
         except NotImplementedError as error:
             # psycopg, of a moment, when the connection was lost while the answer was being read
             if self.ground.status() == TransactionStatus.UNKNOWN:
                 raise psycopg.OperationalError("the connection was lost") from error
             raise
-        if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
-            raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
-        return [self.tables.claimed(row) for row in rows]
 
     def _rows(
         self, statement: Executable, parameters: Mapping[str, Any]

@@ -8,19 +8,18 @@ test sees the same order, and hands errors back instead of only recording them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from weakref import WeakSet
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import ColumnElement, Connection, Engine, Executable
+from sqlalchemy import ColumnElement, Connection, Engine, Executable, RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa.calls import T
-from pgtask_sa.claim import Claimer
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskFailed
@@ -31,6 +30,7 @@ from pgtask_sa.handlers import Handler, TaskRegistry
 from pgtask_sa.reports import next_in_line
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
+from pgtask_sa.turns import Claimer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,7 +112,7 @@ class Guest:
 
     def is_done(self) -> bool:
         """Say whether there is nothing left to run."""
-        return not self.claimer.next()
+        return not list(self.claimer.statements())
 
 
 def _makers(
@@ -192,30 +192,26 @@ class _OldestFirst:
         self.connection = connection
         self.handlers = handlers
         self.faces = faces
-        self.task_id: int | None = None
         self._next_in_line = next_in_line(tables.task, now)
         self._claim_by_id = tables.claim_by_id
 
     def must_replan(self) -> bool:
         return False
 
-    def next(self) -> list[Executable]:
+    def statements(self) -> Iterator[tuple[Executable, dict[str, Any]]]:
         types = {"types": list(self.handlers)}
         row = self.connection.execute(self._next_in_line, types).first()
         if row is None:
-            return []
+            return
         handler = self.handlers[row.task_type]
         if handler.is_async and self.faces.async_connection is None:
             problem = f"{handler!r} is async: use `await drain_async(..)` with an AsyncSession"
             raise ConfigurationError(problem)
-        self.task_id, self.faces.is_async = row.task_id, handler.is_async
-        return [self._claim_by_id]
+        self.faces.is_async = handler.is_async
+        yield self._claim_by_id, {"task_id": row.task_id}
 
-    def parameters(self) -> dict[str, Any]:
-        return {"task_id": self.task_id}
-
-    def rank(self, _task_type: str) -> int:
-        return 0
+    def learn(self, rows: Sequence[RowMapping]) -> list[RowMapping]:
+        return list(rows)
 
 
 class _Notes(Settler):

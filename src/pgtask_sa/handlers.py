@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, get_args
 
 from pgtask_sa.errors import ConfigurationError, EnqueueError, HandlerError
-from pgtask_sa.mapping import Task, task_label, task_table
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import Task, task_table
 from pgtask_sa.retry import (
     DEFAULT_MAX_ATTEMPTS,
     Backoff,

@@ -66,6 +66,7 @@ class NewTask:
         params: a JSON object; may hold SQL expressions at any depth.
         run_at: a timezone-aware moment, an SQL expression, or None for now.
         columns: values of the user's extra columns, by attribute name.
+        priority: lower goes first; an integer, or an SQL expression.
     """
 
     task_class: type[Any]
@@ -73,6 +74,13 @@ class NewTask:
     params: Any
     run_at: datetime | ColumnElement[Any] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    priority: int | ColumnElement[Any] = 0
+
+    def plan(self) -> dict[str, Any]:
+        """Return the values that say when its turn is, without what is the default."""
+        values = {"priority": self.priority, "run_at": self.run_at}
+        left_out = {"priority": 0, "run_at": None}
+        return {k: v for k, v in values.items() if _is_sql(v) or v != left_out[k]}
 
 
 def is_hstore(task_class: type[Any]) -> bool:
@@ -151,7 +159,7 @@ def insert_unless_waiting(new: NewTask) -> Insert:
     return pg_insert(new.task_class).from_select(list(row), _select(row).where(~exists(waiting)))
 
 
-_LIBRARY_KEYS = {"task_type", "params", "run_at", "coalesce_key"}
+_LIBRARY_KEYS = {"task_type", "params", "run_at", "coalesce_key", "priority"}
 
 
 def lock_key(new: NewTask, *, wait: bool) -> Select[Any]:
@@ -245,9 +253,7 @@ def _row(new: NewTask, params: ColumnElement[Any]) -> dict[str, ColumnElement[An
     """Return the expressions to insert, by column key."""
     label_type = task_table(new.task_class).c.task_type.type
     row = {"task_type": cast(literal(new.label, Text), label_type), "params": params}
-    given = dict(new.columns)
-    if new.run_at is not None:
-        given["run_at"] = new.run_at
+    given = {**new.columns, **new.plan()}
     mapper: Mapper[Any] = new.task_class.__mapper__
     kind = mapper.polymorphic_on
     if isinstance(kind, Column) and mapper.polymorphic_identity is not None:

@@ -21,6 +21,7 @@ def insert_task(
     *,
     run_at: Any = None,
     delay: Seconds | None = None,
+    priority: Any = 0,
     task_class: type[Any] | None = None,
     **columns: Any,
 ) -> Insert:
@@ -38,6 +39,7 @@ def insert_task(
             params without expressions may be what it is annotated with.
         run_at: not before this moment; a timezone-aware datetime or an SQL expression.
         delay: not before so many seconds (or a timedelta) from now, by the server's clock.
+        priority: lower goes first; an integer from -32768 to 32767, or an SQL expression.
         task_class: mapped task class; by default the handler's, else `Task`.
         **columns: values or SQL expressions for the columns that your task class adds.
 
@@ -53,7 +55,7 @@ def insert_task(
         >>> statement = select(usr.c.usr_id).add_cte(task)
     """
     target = intake.resolve(task, task_class, Task)
-    new = intake.new_task(target, run_at=run_at, delay=delay, columns=columns)
+    new = intake.new_task(target, run_at=run_at, delay=delay, priority=priority, columns=columns)
     return insert_one(replace(new, params=_composable(params, target)))
 
 

@@ -20,13 +20,16 @@ from pgtask_sa.codec import PLAIN, ParamsCodec
 from pgtask_sa.errors import ConfigurationError, EnqueueError, ParamsError
 from pgtask_sa.handlers import handler_of
 from pgtask_sa.insert_statements import NewTask
-from pgtask_sa.mapping import TASK_COLUMNS, task_label, task_table, unique_columns
+from pgtask_sa.labels import task_label
+from pgtask_sa.mapping import TASK_COLUMNS, task_table, unique_columns
 from pgtask_sa.params import MAX_BYTES, hstore_texts, snapshot_hstore
 from pgtask_sa.retry import Seconds, as_seconds
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.orm import Session
+
+MAX_PRIORITY = 2**15 - 1  # of a smallint
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,26 @@ def new_task(
     *,
     run_at: Any = None,
     delay: Seconds | None = None,
+    priority: Any = 0,
     columns: Mapping[str, Any],
 ) -> NewTask:
     """Check everything but the params, which are still empty."""
     check_columns(target.task_class, columns)
     moment = check_run_at(run_at, delay)
-    return NewTask(target.task_class, target.label, {}, moment, columns)
+    rank = check_priority(priority)
+    return NewTask(target.task_class, target.label, {}, moment, columns, rank)
+
+
+def check_priority(priority: Any) -> Any:
+    """Return a priority: an integer that the column holds, or an SQL expression."""
+    if statements.has_sql(priority):
+        return priority
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise EnqueueError(f"priority must be an integer, got {priority!r}")
+    if not -MAX_PRIORITY - 1 <= priority <= MAX_PRIORITY:
+        limits = f"from {-MAX_PRIORITY - 1} to {MAX_PRIORITY}"
+        raise EnqueueError(f"priority must be {limits}, got {priority!r}")
+    return priority
 
 
 def check_run_at(run_at: Any, delay: Seconds | None) -> Any:
@@ -126,8 +143,7 @@ def make_object(new: NewTask) -> Any:
     label: Any = new.label
     if isinstance(kind, SqlEnum) and kind.enum_class is not None:
         label = dict(zip(kind.enums, kind.enum_class, strict=False))[label]
-    extra = {"run_at": new.run_at} if new.run_at is not None else {}
-    return new.task_class(task_type=label, params=new.params, **extra, **new.columns)
+    return new.task_class(task_type=label, params=new.params, **new.plan(), **new.columns)
 
 
 def conflict_rule(task_class: type[Any], on_conflict: str | None, *, coalesce: bool) -> str | None:

@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission
 from pgtask_sa.calls import Face
-from pgtask_sa.claim import Claimer, ClaimOptions
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
@@ -36,6 +36,7 @@ from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
 from pgtask_sa.settle import Tables, TransactionLost
 from pgtask_sa.solitude import LOOK, Gate, Solitary
+from pgtask_sa.turns import Claimer
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
 from pgtask_sa.watchdog import Watch, Watchdog
 

@@ -6,6 +6,7 @@ serve the worker:
 * ``run_at``     null: ready now. Otherwise: not before this moment (a delay, or a retry).
 * ``ticket``     a random number drawn at insert. Ready tasks are claimed by starting at a random
   ticket and walking up an index, which is a fair lottery at the price of one index probe.
+* ``priority``   which tasks go first: lower numbers before higher ones, whatever their type.
 * ``attempts``   how often the task was tried and failed; ``last_error`` says why.
 * ``coalesce_key``  set only by ``enqueue(.., coalesce=True)``; finds an equal waiting task.
 * ``lease_token``  set while a handler of the leased mode runs: who holds the lease, which ends at
@@ -20,7 +21,6 @@ wake-up trigger are added to whichever table results, and are created and droppe
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, ClassVar
@@ -30,11 +30,11 @@ from sqlalchemy import (
     BigInteger,
     Connection,
     DateTime,
-    Enum,
     Identity,
     Index,
     Integer,
     MetaData,
+    SmallInteger,
     Table,
     Text,
     UniqueConstraint,
@@ -48,7 +48,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Mapper, m
 from sqlalchemy.schema import conv
 
 from pgtask_sa import presence_table, triggers
-from pgtask_sa.errors import ConfigurationError, EnqueueError
+from pgtask_sa.errors import ConfigurationError
 
 LOCK_CLASS = triggers.LOCK_CLASS
 
@@ -61,16 +61,14 @@ STORAGE: Mapping[str, Any] = {
 }
 
 
-# Every index holds the type, and an entry of an index takes 2704 bytes at most.
-MAX_LABEL_BYTES = 500
-
-
 class TaskMixin:
     """Put the task table on your own declarative Base.
 
     Add columns, change the table name and schema, make ``task_type`` a native enum or ``params``
     an HSTORE by declaring the column again, add a ``UniqueConstraint("task_type", "params")``.
     Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up.
+    ``__fair_by__ = "tenant_id"`` adds the index by which workers give equal turns to the values of
+    that column (``Worker(.., fair_by=Job.tenant_id)``).
 
     Example:
         >>> from sqlalchemy.orm import DeclarativeBase
@@ -102,8 +100,10 @@ class TaskMixin:
     ticket: Mapped[float] = mapped_column(REAL, nullable=False, server_default=func.random())
     coalesce_key: Mapped[int | None] = mapped_column(BigInteger)
     lease_token: Mapped[UUID | None] = mapped_column(Uuid)
+    priority: Mapped[int] = mapped_column(SmallInteger, nullable=False, server_default=text("0"))
 
     __dead_task__: ClassVar[type[Any] | None] = None
+    __fair_by__: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kw: Any) -> None:
         _refuse_dataclass(cls, issubclass(cls, MappedAsDataclass))
@@ -147,6 +147,7 @@ class DeadTaskMixin:
     buried_at: Mapped[datetime] = mapped_column(
         DateTime(timezone=True), nullable=False, server_default=func.now()
     )
+    priority: Mapped[int] = mapped_column(SmallInteger, nullable=False, server_default=text("0"))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.task_id} {self.task_type}: {self.reason}>"
@@ -159,14 +160,60 @@ def index_name(table: Table, purpose: str) -> str:
 
 def _add_indexes(table: Table) -> None:
     c = table.c
-    Index(index_name(table, "ready"), c.task_type, c.ticket, postgresql_where=c.run_at.is_(None))
-    Index(index_name(table, "due"), c.task_type, c.run_at, postgresql_where=c.run_at.is_not(None))
+    turn = (c.priority, c.task_type)
+    Index(index_name(table, "ready"), *turn, c.ticket, postgresql_where=c.run_at.is_(None))
+    Index(index_name(table, "due"), *turn, c.run_at, postgresql_where=c.run_at.is_not(None))
     Index(
         index_name(table, "coalesce"),
         c.task_type,
         c.coalesce_key,
         postgresql_where=c.coalesce_key.is_not(None),
     )
+
+
+def _add_fair_index(mapper: Mapper[Any], kind: type[Any], table: Table) -> None:
+    name = kind.__fair_by__
+    if name is None:
+        return
+    if not isinstance(name, str) or name not in mapper.columns:
+        raise ConfigurationError(
+            f"{kind.__name__}: __fair_by__ must be the name of a column, got {name!r}"
+        )
+    key, c = mapper.columns[name], table.c
+    ready = c.run_at.is_(None)
+    Index(index_name(table, "fair"), c.priority, key, c.ticket, postgresql_where=ready)
+
+
+def fair_key(task_class: type[Any], fair_by: Any) -> str:
+    """Return the name of the column whose values take turns, given by name or as an attribute.
+
+    Raises:
+        ConfigurationError: it is no column of the task, or no index serves such turns.
+
+    Example:
+        >>> fair_key(Task, "tenant_id")
+        Traceback (most recent call last):
+        pgtask_sa.errors.ConfigurationError: fair_by: 'tenant_id' is no column of Task
+    """
+    table, columns = task_table(task_class), task_class.__mapper__.columns
+    name = fair_by if isinstance(fair_by, str) else getattr(fair_by, "key", None)
+    is_own = isinstance(fair_by, str) or getattr(fair_by, "class_", None) is task_class
+    if not isinstance(name, str) or name not in columns or not is_own:
+        raise ConfigurationError(f"fair_by: {fair_by!r} is no column of {task_class.__name__}")
+    column = str(columns[name].name)
+    if not any(_serves_turns(index, column) for index in table.indexes):
+        raise ConfigurationError(
+            f"fair_by: {table.name} has no index for turns by {name}; put "
+            f"`__fair_by__ = {name!r}` on {task_class.__name__}, and migrate"
+        )
+    return column
+
+
+def _serves_turns(index: Index, column: str) -> bool:
+    names = [getattr(part, "name", None) for part in index.expressions]
+    where = index.dialect_options["postgresql"]["where"]
+    is_whole = where is None or str(where).lower().endswith("run_at is null")
+    return names == ["priority", column, "ticket"] and is_whole
 
 
 def is_partitioned(table: Table) -> bool:
@@ -218,6 +265,7 @@ def _complete_table(mapper: Mapper[Any], kind: type[Any]) -> None:
     _refuse_incomplete(kind, table)
     table.info["pgtask"] = "task"
     _add_indexes(table)
+    _add_fair_index(mapper, kind, table)
     presence_table.add_worker_table(table)
     event.listen(table, "after_create", _set_storage)
     event.listen(table, "after_create", _after_create)
@@ -239,6 +287,11 @@ def _refuse_incomplete(kind: type[Any], table: Table) -> None:
             f"{kind.__name__}: its table {table.name} lacks {', '.join(missing)}. The task class "
             "must have its own table with all columns of a task: a worker claims and deletes one "
             "row of one table, so joined table inheritance cannot work"
+        )
+    if table.c.priority.nullable or not isinstance(table.c.priority.type, Integer):
+        raise ConfigurationError(
+            f"{kind.__name__}: its column priority must be an integer and not null: it says which "
+            "tasks are claimed first, and null would never be"
         )
 
 
@@ -329,56 +382,6 @@ def dead_task_class(task_class: type[Any]) -> type[Any]:
         )
     only: type[Any] = found[0]
     return only
-
-
-def task_label(task_class: type[Any], task_type: Any) -> str:
-    """Return the text by which the database knows a task type, given as text or as Enum member.
-
-    Raises:
-        EnqueueError: it is no text, empty, longer than 500 bytes, not a label of the column's
-            enum, or holds what Postgres cannot keep.
-
-    Example:
-        >>> task_label(Task, "SEND_EMAIL_WELCOME")
-        'SEND_EMAIL_WELCOME'
-    """
-    column_type = task_table(task_class).c.task_type.type
-    if isinstance(task_type, enum.Enum):
-        return _sound(_enum_label(column_type, task_type))
-    if not isinstance(task_type, str) or not task_type:
-        raise EnqueueError(f"task_type must be a non-empty string, got {task_type!r}")
-    if isinstance(column_type, Enum) and task_type not in column_type.enums:
-        raise EnqueueError(f"task_type {_short(task_type)} is not a label of {column_type.name}")
-    return _sound(task_type)
-
-
-def _sound(label: str) -> str:
-    """Refuse here what would fail at the flush, and take the caller's rows along."""
-    if "\0" in label:
-        raise EnqueueError(f"task_type {_short(label)} holds a NUL, which Postgres cannot keep")
-    try:
-        size = len(label.encode())
-    except UnicodeEncodeError:
-        problem = "holds half of a surrogate pair, which is no text"
-        raise EnqueueError(f"task_type {_short(label)} {problem}") from None
-    if size > MAX_LABEL_BYTES:
-        problem = f"has {size:,} bytes, the limit is {MAX_LABEL_BYTES}"
-        raise EnqueueError(f"task_type {_short(label)} {problem}")
-    return label
-
-
-def _short(label: str) -> str:
-    # ascii(): the message must be printable itself
-    return ascii(label if len(label) <= 80 else f"{label[:80]}..")  # noqa: PLR2004
-
-
-def _enum_label(column_type: Any, member: enum.Enum) -> str:
-    if isinstance(column_type, Enum) and column_type.enum_class is type(member):
-        labels = dict(zip(type(member), column_type.enums, strict=False))
-        return str(labels[member])
-    if isinstance(member.value, str) and member.value:
-        return member.value
-    raise EnqueueError(f"task_type {member!r} has no text value")
 
 
 def unique_columns(task_class: type[Any]) -> tuple[str, ...] | None:

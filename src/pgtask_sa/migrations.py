@@ -101,7 +101,10 @@ def upgrade(
         Traceback (most recent call last):
         pgtask_sa.errors.ConfigurationError: not a Postgres database: mysql://localhost/shop
     """
-    _run("upgrade", database, revision, lock_timeout=lock_timeout, attempts=attempts)
+    engine = _engine(database)
+    if revision in ("head", "heads", "0003"):
+        _prepare(engine, lock_timeout, attempts)
+    _run("upgrade", engine, revision, lock_timeout=lock_timeout, attempts=attempts)
 
 
 def downgrade(
@@ -309,6 +312,60 @@ def _migrate_patiently(
         f"gave up after {attempts} attempts, nothing was changed: other transactions hold locks on "
         f"the tables ({_lock_holders(connection)}). Stop the workers, or wait for their long tasks."
     ) from blocked
+
+
+# Of 0003, what takes long on a table with many rows and need not keep anybody out.
+_PREPARATION = (
+    "alter table task add column if not exists priority smallint not null default 0",
+    "drop index concurrently if exists task_ready_0003_idx",  # left over, and perhaps not valid
+    "drop index concurrently if exists task_due_0003_idx",
+    (
+        "create index concurrently task_ready_0003_idx on task (priority, task_type, ticket)"
+        " where run_at is null"
+    ),
+    (
+        "create index concurrently task_due_0003_idx on task (priority, task_type, run_at)"
+        " where run_at is not null"
+    ),
+)
+
+
+def _prepare(engine: Engine, lock_timeout: float, attempts: int) -> None:
+    """Build the indexes of 0003 beside the old ones, where there is a table at 0002.
+
+    What waits here for locks and for older transactions holds nobody up. Another machine that
+    migrates, too, finds the lock taken, and goes on to wait for its turn.
+    """
+    if current(engine) != "0002":
+        return
+    keys = {"class": LOCK_CLASS, "lock": MIGRATION_LOCK}
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        if not connection.scalar(text("select pg_try_advisory_lock(:class, :lock)"), keys):
+            return
+        try:
+            for attempt in range(1, attempts + 1):
+                if _try_to_prepare(connection, lock_timeout):
+                    return
+                time.sleep(_PAUSE.delay(attempt))
+        finally:
+            connection.execute(text("select pg_advisory_unlock(:class, :lock)"), keys)
+            connection.execute(text("reset lock_timeout"))
+
+
+def _try_to_prepare(connection: Connection, lock_timeout: float) -> bool:
+    """Return whether it went well; a lock that cannot be had is left to the next attempt."""
+    column, *indexes = _PREPARATION
+    try:
+        connection.exec_driver_sql(f"set lock_timeout = {max(1, round(lock_timeout * 1000))}")
+        connection.exec_driver_sql(column)
+        connection.exec_driver_sql("set lock_timeout = 0")
+        for statement in indexes:
+            connection.exec_driver_sql(statement)
+    except DBAPIError as error:
+        if _sqlstate(error) not in (_LOCK_NOT_AVAILABLE, _DEADLOCK):
+            raise
+        return False
+    return True
 
 
 def _sqlstate(error: DBAPIError) -> str | None:

@@ -27,14 +27,13 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    union_all,
 )
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY, OID
 
 from pgtask_sa.presence_table import LOCK_CLASS
 from pgtask_sa.rows import quoted
-from pgtask_sa.statements import Now, kinds_of, server_now
+from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
 
 
 def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
@@ -138,12 +137,7 @@ def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select
     Returns one row: ``count``, ``oldest_at`` and its age ``oldest_seconds`` (null if none waits).
     """
     moment = server_now() if now is None else now
-    c = table.c
-    of_kind = c.task_type == cast(bindparam("kind", type_=Text), c.task_type.type)
-    mine = select(_listed(c.created_at)).where(of_kind).limit(most)
-    # each part has its own partial index, and no index serves both
-    parts = [mine.where(part).subquery() for part in (c.run_at.is_(None), c.run_at.is_not(None))]
-    some = union_all(*[select(part.c.created_at) for part in parts]).limit(most).subquery("some")
+    some = some_of_kind(table, most, _listed(table.c.created_at))
     oldest = func.min(some.c.created_at)
     age = cast(extract("epoch", moment - oldest), Double)
     return select(

@@ -20,8 +20,10 @@ from sqlalchemy import (
     Integer,
     Interval,
     Select,
+    Subquery,
     Table,
     Text,
+    any_,
     bindparam,
     cast,
     column,
@@ -34,6 +36,7 @@ from sqlalchemy import (
     or_,
     select,
     true,
+    tuple_,
     union_all,
 )
 from sqlalchemy import table as sql_table
@@ -47,6 +50,9 @@ from pgtask_sa.rows import restored
 
 Now = ColumnElement[Any]
 LONG_AGO = literal_column("'-infinity'", DateTime(timezone=True))  # why: see claim.py
+ONE = literal_column(
+    "1", Integer
+)  # not a parameter: the planner is to know how few rows are wanted
 NEVER = literal_column("'infinity'", DateTime(timezone=True))  # as some plan a task by hand
 
 
@@ -237,61 +243,109 @@ def kinds_of(table: Table) -> Any:
     return func.unnest(types).table_valued("kind").render_derived(name="kinds")
 
 
+def survey(table: Table, now: Now | None = None) -> Select[Any]:
+    """List the pairs of priority and type that wait now, ``level`` and ``kind``, among ``:types``.
+
+    A few index probes for each pair that is found, however many rows wait and however many types
+    there might be. Takes no lock; a task that runs is seen, too.
+    """
+    ready, planned = _both(table)
+    moment = server_now() if now is None else now
+    due = _next_planned(table, planned, table.c.run_at.between(LONG_AGO, moment)).lateral("due")
+    return union_all(
+        _listed(ready).where(_asked_for(table, ready)),
+        _listed(planned).join(due, true()).where(_asked_for(table, planned)),
+    )  # type: ignore[return-value]
+
+
 def peek(table: Table, now: Now | None = None) -> Select[Any]:
     """Ask without a lock whether a task of ``:types`` is ready, and how soon the next falls due.
 
     Returns one row: ``ready`` (bool; true also for a task that runs) and ``seconds`` (float, or
-    null if nothing is planned for later). Every probe asks for an order, though any row would do:
-    without it a planner that takes all rows for one type prefers to look through the whole table.
+    null if nothing is planned for later).
     """
-    moment = server_now() if now is None else now
-    kinds, c = kinds_of(table), table.c
-    mine = select(c.run_at).where(c.task_type == kinds.c.kind).correlate(kinds).limit(1)
-    ready = mine.where(c.run_at.is_(None)).order_by(c.ticket).lateral("ready")
-    due = mine.where(c.run_at.between(LONG_AGO, moment)).order_by(c.run_at).lateral("due")
-    later = mine.where(c.run_at > moment, c.run_at < NEVER).order_by(c.run_at).lateral("later")
-    any_ready, any_due = (
-        exists(select(literal_column("1")).select_from(kinds.join(found, true())))
-        for found in (ready, due)
-    )
-    next_due = select(func.min(later.c.run_at)).select_from(kinds.join(later, true()))
-    seconds = extract("epoch", next_due.scalar_subquery() - moment)
-    return select(or_(any_ready, any_due).label("ready"), cast(seconds, Double).label("seconds"))
+    moment, c = server_now() if now is None else now, table.c
+    ready, planned = _both(table)
+    past, future = c.run_at.between(LONG_AGO, moment), (c.run_at > moment) & (c.run_at < NEVER)
+    due = _next_planned(table, planned, past).lateral("due")
+    later = _next_planned(table, planned, future).lateral("later")
+    any_ready = exists(select(literal_column("1")).where(_asked_for(table, ready)))
+    is_planned = _asked_for(table, planned)
+    found: Select[Any] = select(literal_column("1")).select_from(planned.join(due, true()))
+    next_due = select(func.min(later.c.run_at)).select_from(planned.join(later, true()))
+    seconds = extract("epoch", next_due.where(is_planned).scalar_subquery() - moment)
+    is_ready = or_(any_ready, exists(found.where(is_planned))).label("ready")
+    return select(is_ready, cast(seconds, Double).label("seconds"))
 
 
 def waiting_kinds(table: Table) -> Select[Any]:
-    """List the distinct task types in the table by hopping through the indexes.
-
-    One index probe for each type found, however many rows wait: after each type the scan jumps
-    to the next larger one instead of reading the rows between them.
-    """
-    ready = _hop(table, "ready_kinds", table.c.run_at.is_(None))
-    planned = _hop(table, "planned_kinds", table.c.run_at.is_not(None))
-    both = [
-        select(cast(cte.c.kind, Text).label("kind")).where(cte.c.kind.is_not(None))
-        for cte in (ready, planned)
-    ]
-    kinds = union_all(*both).subquery("kinds")
+    """List the distinct task types in the table by hopping through the indexes."""
+    kinds = union_all(*map(_listed, _both(table))).subquery("kinds")
     return select(kinds.c.kind).distinct().order_by(kinds.c.kind)
 
 
-def _hop(table: Table, name: str, part: ColumnElement[bool]) -> CTE:
+def _both(table: Table) -> tuple[CTE, CTE]:
+    """Return the pairs of priority and type of the ready tasks, and those of the planned ones."""
+    run_at = table.c.run_at
+    return (
+        _hop(table, "ready_pairs", run_at.is_(None), "level", "kind"),
+        _hop(table, "planned_pairs", run_at.is_not(None), "level", "kind"),
+    )
+
+
+def _hop(table: Table, name: str, part: ColumnElement[bool], *names: str) -> CTE:
+    """List the distinct values of the first columns of an index, with one probe for each.
+
+    After each one the scan jumps to the next larger one instead of reading the rows between them.
+    """
+    columns = (table.c.priority, table.c.task_type)[: len(names)]
+    labelled = [c.label(label) for c, label in zip(columns, names, strict=True)]
+    least = select(*labelled).where(part).order_by(*columns).limit(ONE)
+    hops = select(least.subquery("first")).cte(name, recursive=True)
+    larger = least.where(tuple_(*columns) > tuple_(*hops.c)).correlate(hops).lateral("larger")
+    return hops.union_all(select(*larger.c).select_from(hops.join(larger, true())))
+
+
+def _listed(pairs: CTE) -> Select[Any]:
+    return select(pairs.c.level, cast(pairs.c.kind, Text).label("kind")).select_from(pairs)
+
+
+def _asked_for(table: Table, pairs: CTE) -> ColumnElement[bool]:
+    types = cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+    return pairs.c.kind == any_(types)
+
+
+def _next_planned(table: Table, pairs: CTE, when: ColumnElement[bool]) -> Select[Any]:
+    """Look for the first task of each pair, by time.
+
+    Asked for an order, though any row might do: without it a planner that takes all rows for one
+    type prefers to look through the whole table.
+    """
     c = table.c
-    least = select(c.task_type).where(part).order_by(c.task_type).limit(1)
-    first = select(least.scalar_subquery().label("kind"))
-    hops = first.cte(name, recursive=True)
-    larger = least.where(c.task_type > hops.c.kind).correlate(hops).scalar_subquery()
-    return hops.union_all(select(larger).where(hops.c.kind.is_not(None)))
+    mine = (c.priority == pairs.c.level, c.task_type == pairs.c.kind, when)
+    return select(c.run_at).where(*mine).order_by(c.run_at).limit(ONE).correlate(pairs)
 
 
 def count_waiting(table: Table, most: int) -> Select[Any]:
     """Count the tasks of the type ``:kind``, but not further than ``most``."""
+    return select(func.count()).select_from(some_of_kind(table, most, table.c.task_type))
+
+
+def some_of_kind(table: Table, most: int, found: ColumnElement[Any]) -> Subquery:
+    """Return a column of the tasks of the type ``:kind``, of no more than ``most`` of them.
+
+    Level by level, since the priority comes first in each index.
+    """
     c = table.c
-    of_kind = c.task_type == cast(bindparam("kind", type_=Text), c.task_type.type)
-    parts = (c.run_at.is_(None), c.run_at.is_not(None))  # there is an index for each half
-    some = [select(c.task_type).where(of_kind, part).limit(most).subquery() for part in parts]
-    both = union_all(*[select(part) for part in some]).limit(most)
-    return select(func.count()).select_from(both.subquery("some"))
+    kind = cast(bindparam("kind", type_=Text), c.task_type.type)
+    parts = {"ready": c.run_at.is_(None), "planned": c.run_at.is_not(None)}
+    selects = []
+    for name, part in parts.items():
+        levels = _hop(table, f"{name}_levels", part, "level")
+        mine = select(found).where(c.priority == levels.c.level, c.task_type == kind, part)
+        some = mine.limit(most).correlate(levels).lateral(name)
+        selects.append(select(*some.c).select_from(levels.join(some, true())).limit(most))
+    return union_all(*[select(s.subquery()) for s in selects]).limit(most).subquery("some")
 
 
 def enum_labels(table: Table) -> Select[Any]:

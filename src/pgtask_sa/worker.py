@@ -11,17 +11,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from sqlalchemy import URL, Engine, create_engine
+from sqlalchemy import URL, ColumnElement, Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from pgtask_sa.claim import ClaimOptions, Order
+from pgtask_sa import priorities
+from pgtask_sa.claim_orders import ClaimOptions, Order
 from pgtask_sa.crew import Crew, Options, Plan
 from pgtask_sa.engines import database_url, given_direct_url, given_url
 from pgtask_sa.enqueue import TaskSession
@@ -29,12 +30,13 @@ from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
+from pgtask_sa.mapping import fair_key
 from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.supervisor import REPLACE_ME, Supervisor
-from pgtask_sa.worker_arguments import make_parser, ranks_of
+from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -60,6 +62,14 @@ class Worker:
             crash; larger batches are faster, and good for handlers that only touch the database.
         order: ``fair`` (equal turns for each type), ``random`` or ``tablesample``.
         priority: task type to rank; lower ranks are claimed first, a type not named has rank 0.
+            The priority of a task itself goes before the rank of its type. Or an SQL expression
+            over the columns of the task: a ``case()`` over ``task_type`` with integers is as fast
+            as a mapping; any other reads and sorts the whole queue for each claim, unless there is
+            an index on ``(priority, (expression), ticket)``.
+        weights: task type to its share of the turns, with ``fair``: numbers over 0, of a type not
+            named 1. Of two types that wait, one of weight 3 gets three turns of four.
+        fair_by: a column of the task, or its name, whose values get equal turns instead of the
+            types, with ``fair``; the mapping must have ``__fair_by__`` for it.
         sample: per cent of the table that ``tablesample`` looks at.
         drain: stop when nothing is left to claim.
         grace: seconds that running tasks get to finish after the first signal.
@@ -92,7 +102,9 @@ class Worker:
         processes: int | None = None,
         batch_size: int = 1,
         order: Order = "fair",
-        priority: Mapping[str, int] | None = None,
+        priority: Mapping[str, int] | ColumnElement[Any] | None = None,
+        weights: Mapping[str, float] | None = None,
+        fair_by: Any = None,
         sample: float = 1.0,
         drain: bool = False,
         grace: Seconds = 30.0,
@@ -110,7 +122,14 @@ class Worker:
             concurrency=concurrency,
             processes=1 if processes is None else processes,
             supervised=processes is not None,
-            claim=ClaimOptions(order, batch_size, dict(priority or {}), sample),
+            claim=ClaimOptions(
+                order,
+                batch_size,
+                sample=sample,
+                weights=dict(weights or {}),
+                fair_by=None if fair_by is None else fair_key(tasks.task_class, fair_by),
+                **priorities.read(tasks.task_class, priority),
+            ),
             drain=drain,
             grace=as_seconds(grace, "grace"),
             idle_interval=as_seconds(idle_interval, "idle_interval"),
@@ -298,12 +317,12 @@ def load_registry(target: str) -> TaskRegistry:
     return found
 
 
-def _warn_of_strangers(ranks: Mapping[str, int], tasks: TaskRegistry) -> None:
-    """Tell of ranks without effect; no error, as a script may name the types of several workers."""
-    strangers = sorted(set(ranks) - set(tasks))
+def _warn_of_strangers(option: str, named: Iterable[str], tasks: TaskRegistry) -> None:
+    """Tell of types without effect; no error, as a script may name the types of several workers."""
+    strangers = sorted(set(named) - set(tasks))
     if strangers:
         print(  # noqa: T201
-            f"warning: --priority names {', '.join(map(ascii, strangers))}, for which there is no "
+            f"warning: {option} names {', '.join(map(ascii, strangers))}, for which there is no "
             f"handler here (there are: {', '.join(tasks)})",
             file=sys.stderr,
         )
@@ -318,7 +337,9 @@ def set_up_logging(level: str, style: str) -> None:
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
     tasks, ranks = load_registry(arguments.tasks), ranks_of(arguments.priority)
-    _warn_of_strangers(ranks, tasks)
+    weights = weights_of(arguments.weight)
+    _warn_of_strangers("--priority", ranks, tasks)
+    _warn_of_strangers("--weight", weights, tasks)
     return Worker(
         tasks,
         given_url(arguments.database_url),
@@ -328,6 +349,8 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
         batch_size=arguments.batch_size,
         order=arguments.order,
         priority=ranks,
+        weights=weights,
+        fair_by=arguments.fair_by,
         sample=arguments.sample,
         drain=arguments.drain,
         grace=arguments.grace,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import get_args
+from collections.abc import Callable
+from typing import TypeVar, get_args
 
-from pgtask_sa.claim import Order
+from pgtask_sa.claim_orders import Order
 from pgtask_sa.errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,6 +36,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="TYPE=RANK",
         help="lower ranks go first",
     )
+    add(
+        "--weight",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TYPE=N",
+        help="share of the turns (1), with --order fair",
+    )
+    add("--fair-by", metavar="COLUMN", help="equal turns for its values instead of the types")
     add("--sample", type=float, default=1.0, help="per cent of the table for tablesample (1)")
     add("--drain", action="store_true", help="stop when nothing is left to claim")
     add("--grace", type=float, default=30.0, help="seconds to finish after SIGTERM (30)")
@@ -59,13 +71,33 @@ def ranks_of(pairs: list[str]) -> dict[str, int]:
         >>> ranks_of(["SEND_EMAIL_WELCOME=-1"])
         {'SEND_EMAIL_WELCOME': -1}
     """
-    ranks = {}
+    return _pairs("--priority", "RANK", "an integer", int, pairs)
+
+
+def weights_of(pairs: list[str]) -> dict[str, float]:
+    """Read the values of ``--weight``.
+
+    Raises:
+        ConfigurationError: one is not TYPE=N.
+
+    Example:
+        >>> weights_of(["SEND_EMAIL_WELCOME=2.5"])
+        {'SEND_EMAIL_WELCOME': 2.5}
+    """
+    return _pairs("--weight", "N", "a number", float, pairs)
+
+
+def _pairs(
+    option: str, what: str, kind: str, read: Callable[[str], T], pairs: list[str]
+) -> dict[str, T]:
+    found = {}
     for pair in pairs:
-        name, separator, rank = pair.rpartition("=")
+        name, separator, value = pair.rpartition("=")
         if not separator or not name:
-            raise ConfigurationError(f"--priority takes TYPE=RANK, got {pair!r}")
+            raise ConfigurationError(f"{option} takes TYPE={what}, got {pair!r}")
         try:
-            ranks[name] = int(rank)
+            found[name] = read(value)
         except ValueError:
-            raise ConfigurationError(f"--priority rank must be an integer: {pair!r}") from None
-    return ranks
+            problem = f"{option} {what.lower()} must be {kind}: {pair!r}"
+            raise ConfigurationError(problem) from None
+    return found

@@ -148,7 +148,8 @@ def explain_claim(connection: Connection, *, due_first: bool) -> tuple[float, in
     """Claim once and roll back: ms that the server took, and buffers that it touched."""
     claim = fair_claim(Task.__table__, 1, due_first=due_first)
     compiled = claim.compile(connection)
-    given = {"types": random.sample(TYPES, len(TYPES)), "pivot": random.random()}
+    turns = {"levels": [0] * len(TYPES), "types": random.sample(TYPES, len(TYPES))}
+    given = {**turns, "pivot": random.random()}
     explain = f"explain (analyze, buffers, timing off, format json) {compiled}"
     try:
         result = connection.exec_driver_sql(explain, compiled.construct_params(given))

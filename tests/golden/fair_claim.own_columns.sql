@@ -1,27 +1,27 @@
 WITH chosen AS MATERIALIZED (SELECT picked.task_id AS task_id, picked.touched AS touched
-FROM unnest(CAST(%(types)s::TEXT[] AS TEXT[])) AS kinds(kind) JOIN LATERAL (SELECT anon_1.task_id AS task_id, anon_1.touched AS touched
+FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT anon_1.task_id AS task_id, anon_1.touched AS touched
 FROM (SELECT plain_job.task_id AS task_id, xmax <> '0'::xid AS touched
 FROM plain_job
-WHERE plain_job.task_type = kinds.kind AND plain_job.run_at IS NULL AND plain_job.ticket >= CAST(%(pivot)s AS REAL)
+WHERE plain_job.priority = turns.level AND plain_job.task_type = turns.kind AND plain_job.run_at IS NULL AND plain_job.ticket >= CAST(%(pivot)s AS REAL)
 ORDER BY plain_job.ticket
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_1
 UNION ALL
 SELECT anon_2.task_id AS task_id, anon_2.touched AS touched
 FROM (SELECT plain_job.task_id AS task_id, xmax <> '0'::xid AS touched
 FROM plain_job
-WHERE plain_job.task_type = kinds.kind AND plain_job.run_at IS NULL AND plain_job.ticket < CAST(%(pivot)s AS REAL)
+WHERE plain_job.priority = turns.level AND plain_job.task_type = turns.kind AND plain_job.run_at IS NULL AND plain_job.ticket < CAST(%(pivot)s AS REAL)
 ORDER BY plain_job.ticket
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_2
 UNION ALL
 SELECT anon_3.task_id AS task_id, anon_3.touched AS touched
 FROM (SELECT plain_job.task_id AS task_id, xmax <> '0'::xid AS touched
 FROM plain_job
-WHERE plain_job.task_type = kinds.kind AND plain_job.run_at BETWEEN '-infinity' AND statement_timestamp()
+WHERE plain_job.priority = turns.level AND plain_job.task_type = turns.kind AND plain_job.run_at BETWEEN '-infinity' AND statement_timestamp()
 ORDER BY plain_job.run_at
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_3) AS picked ON true
 LIMIT 1) DELETE
 FROM plain_job
 WHERE plain_job.task_id = ANY (array((SELECT chosen.task_id
 FROM chosen)))
-RETURNING plain_job.task_id, CAST(plain_job.task_type AS TEXT) AS task_type, CAST(plain_job.params AS TEXT) AS params, greatest('0001-01-02', least(plain_job.created_at, '9999-01-02')) AS created_at, plain_job.tenant, plain_job.note, plain_job.attempts, plain_job.last_error, plain_job.coalesce_key, plain_job.lease_token, CAST(plain_job.* AS TEXT) AS pgtask_row, CAST(CAST(plain_job.xmin AS TEXT) AS BIGINT) AS pgtask_version, pg_backend_pid() AS pgtask_pid, CAST(transaction_timestamp() AS TEXT) AS pgtask_begun, (SELECT bool_or(chosen.touched) AS bool_or_1
+RETURNING plain_job.task_id, CAST(plain_job.task_type AS TEXT) AS task_type, CAST(plain_job.params AS TEXT) AS params, greatest('0001-01-02', least(plain_job.created_at, '9999-01-02')) AS created_at, plain_job.tenant, plain_job.note, plain_job.attempts, plain_job.last_error, plain_job.coalesce_key, plain_job.lease_token, plain_job.priority, CAST(plain_job.* AS TEXT) AS pgtask_row, CAST(CAST(plain_job.xmin AS TEXT) AS BIGINT) AS pgtask_version, pg_backend_pid() AS pgtask_pid, CAST(transaction_timestamp() AS TEXT) AS pgtask_begun, (SELECT bool_or(chosen.touched) AS bool_or_1
 FROM chosen) AS pgtask_touched, set_config('application_name', left(concat('pgtask ', plain_job.task_id, ' ', plain_job.task_type), 63), true) AS pgtask_announced

@@ -1,17 +1,41 @@
+WITH RECURSIVE ready_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NULL
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS first
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM ready_pairs JOIN LATERAL (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NULL AND (jobs.enum_job.priority, jobs.enum_job.task_type) > (ready_pairs.level, ready_pairs.kind)
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS larger ON true), planned_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NOT NULL
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS first
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM planned_pairs JOIN LATERAL (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NOT NULL AND (jobs.enum_job.priority, jobs.enum_job.task_type) > (planned_pairs.level, planned_pairs.kind)
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS larger ON true)
 SELECT (EXISTS (SELECT 1
-FROM unnest(CAST(%(types)s::TEXT[] AS jobs.kind[])) AS kinds(kind) JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
+FROM ready_pairs
+WHERE ready_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[])))) OR (EXISTS (SELECT 1
+FROM planned_pairs JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.task_type = kinds.kind AND jobs.enum_job.run_at IS NULL
-ORDER BY jobs.enum_job.ticket
-LIMIT %(param_1)s::INTEGER) AS ready ON true)) OR (EXISTS (SELECT 1
-FROM unnest(CAST(%(types)s::TEXT[] AS jobs.kind[])) AS kinds(kind) JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
-FROM jobs.enum_job
-WHERE jobs.enum_job.task_type = kinds.kind AND jobs.enum_job.run_at BETWEEN '-infinity' AND statement_timestamp()
+WHERE jobs.enum_job.priority = planned_pairs.level AND jobs.enum_job.task_type = planned_pairs.kind AND jobs.enum_job.run_at BETWEEN '-infinity' AND statement_timestamp()
 ORDER BY jobs.enum_job.run_at
-LIMIT %(param_1)s::INTEGER) AS due ON true)) AS ready, CAST(EXTRACT(epoch
+LIMIT 1) AS due ON true
+WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[])))) AS ready, CAST(EXTRACT(epoch
 FROM (SELECT min(later.run_at) AS min_1
-FROM unnest(CAST(%(types)s::TEXT[] AS jobs.kind[])) AS kinds(kind) JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
+FROM planned_pairs JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.task_type = kinds.kind AND jobs.enum_job.run_at > statement_timestamp() AND jobs.enum_job.run_at < 'infinity'
+WHERE jobs.enum_job.priority = planned_pairs.level AND jobs.enum_job.task_type = planned_pairs.kind AND jobs.enum_job.run_at > statement_timestamp() AND jobs.enum_job.run_at < 'infinity'
 ORDER BY jobs.enum_job.run_at
-LIMIT %(param_1)s::INTEGER) AS later ON true) - statement_timestamp()) AS DOUBLE PRECISION) AS seconds
+LIMIT 1) AS later ON true
+WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))) - statement_timestamp()) AS DOUBLE PRECISION) AS seconds

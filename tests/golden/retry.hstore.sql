@@ -1,3 +1,3 @@
-INSERT INTO hstore_job (task_id, task_type, created_at, params, run_at, attempts, last_error, ticket, coalesce_key, lease_token) OVERRIDING SYSTEM VALUE
-SELECT restored.task_id, restored.task_type, restored.created_at, restored.params, restored.run_at, restored.attempts, restored.last_error, restored.ticket, restored.coalesce_key, restored.lease_token
+INSERT INTO hstore_job (task_id, task_type, created_at, params, run_at, attempts, last_error, ticket, coalesce_key, lease_token, priority) OVERRIDING SYSTEM VALUE
+SELECT restored.task_id, restored.task_type, restored.created_at, restored.params, restored.run_at, restored.attempts, restored.last_error, restored.ticket, restored.coalesce_key, restored.lease_token, restored.priority
 FROM jsonb_populate_record(CAST(%(pgtask_row)s::VARCHAR AS hstore_job), jsonb_build_object('attempts', %(pgtask_attempts)s::INTEGER, 'last_error', %(pgtask_last_error)s::VARCHAR, 'lease_token', %(pgtask_lease)s::VARCHAR, 'run_at', statement_timestamp() + %(pgtask_delay)s)) AS restored

@@ -1,34 +1,32 @@
-WITH RECURSIVE ready_kinds(kind) AS (SELECT (SELECT task.task_type
+WITH RECURSIVE ready_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT task.priority AS level, task.task_type AS kind
 FROM task
 WHERE task.run_at IS NULL
-ORDER BY task.task_type
-LIMIT %(param_1)s::INTEGER) AS kind
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS first
 UNION ALL
-SELECT (SELECT task.task_type
+SELECT larger.level AS level, larger.kind AS kind
+FROM ready_pairs JOIN LATERAL (SELECT task.priority AS level, task.task_type AS kind
 FROM task
-WHERE task.run_at IS NULL AND task.task_type > ready_kinds.kind
-ORDER BY task.task_type
-LIMIT %(param_1)s::INTEGER) AS anon_1
-FROM ready_kinds
-WHERE ready_kinds.kind IS NOT NULL), planned_kinds(kind) AS (SELECT (SELECT task.task_type
+WHERE task.run_at IS NULL AND (task.priority, task.task_type) > (ready_pairs.level, ready_pairs.kind)
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS larger ON true), planned_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT task.priority AS level, task.task_type AS kind
 FROM task
 WHERE task.run_at IS NOT NULL
-ORDER BY task.task_type
-LIMIT %(param_2)s::INTEGER) AS kind
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS first
 UNION ALL
-SELECT (SELECT task.task_type
+SELECT larger.level AS level, larger.kind AS kind
+FROM planned_pairs JOIN LATERAL (SELECT task.priority AS level, task.task_type AS kind
 FROM task
-WHERE task.run_at IS NOT NULL AND task.task_type > planned_kinds.kind
-ORDER BY task.task_type
-LIMIT %(param_2)s::INTEGER) AS anon_2
-FROM planned_kinds
-WHERE planned_kinds.kind IS NOT NULL)
+WHERE task.run_at IS NOT NULL AND (task.priority, task.task_type) > (planned_pairs.level, planned_pairs.kind)
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS larger ON true)
 SELECT DISTINCT kinds.kind
-FROM (SELECT CAST(ready_kinds.kind AS TEXT) AS kind
-FROM ready_kinds
-WHERE ready_kinds.kind IS NOT NULL
+FROM (SELECT ready_pairs.level AS level, CAST(ready_pairs.kind AS TEXT) AS kind
+FROM ready_pairs
 UNION ALL
-SELECT CAST(planned_kinds.kind AS TEXT) AS kind
-FROM planned_kinds
-WHERE planned_kinds.kind IS NOT NULL) AS kinds
+SELECT planned_pairs.level AS level, CAST(planned_pairs.kind AS TEXT) AS kind
+FROM planned_pairs) AS kinds
 ORDER BY kinds.kind

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import func, text
 
 from pgtask_sa import Task
-from pgtask_sa.claim import Claimer, ClaimOptions, fair_claim, random_claim, sampled_claim
+from pgtask_sa.claim import fair_claim, random_claim, sampled_claim
+from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.turns import Claimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +63,8 @@ def take(
     **more: Any,
 ) -> list[Any]:
     """Execute a claim, and return its rows; the transaction stays open."""
-    parameters = {"types": list(types), "pivot": pivot, **more}
+    turns = {"levels": [0] * len(types), "types": list(types)}
+    parameters = {**turns, "pivot": pivot, **more}
     return list(connection.execute(claim, parameters))
 
 
@@ -76,10 +80,10 @@ def claimer(types: Sequence[str] = ("A",), table: Table = TASK, **options: Any) 
 
 def sweep(connection: Connection, chooser: Claimer) -> list[Any]:
     """Claim once as a lane does; the transaction stays open."""
-    for statement in chooser.next():
-        rows = list(connection.execute(statement, chooser.parameters()))
-        if rows:
-            return rows
+    for statement, parameters in chooser.statements():
+        result = connection.execute(statement, parameters)
+        if rows := chooser.learn(result.mappings().all()):
+            return [SimpleNamespace(**row) for row in rows]
     return []
 
 

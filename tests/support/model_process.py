@@ -24,7 +24,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa import TaskRegistry, TaskSession
 from pgtask_sa.admission import Admission
-from pgtask_sa.claim import Claimer, ClaimOptions
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
@@ -33,6 +33,7 @@ from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Settler
 from pgtask_sa.solitude import Gate, Solitary
+from pgtask_sa.turns import Claimer
 from pgtask_sa.watchdog import Watchdog
 
 PATIENCE = 20.0  # seconds for a lane to stop in a handler or to come to its end
@@ -241,7 +242,7 @@ class Lane:
             self.entry = face.aside(process.presence.enlist)
         options = ClaimOptions(batch_size=self.batch_size)
         claimer = Claimer(process.tables.task, list(process.tasks), options)
-        claimer._random = process.chance
+        claimer._random = claimer.turns.chance = process.chance
         handlers = process.tasks.handlers
         execution = Execution(connection, face, claimer, handlers, process.tables, process.events)
         execution.blameless = process.blameless

@@ -12,12 +12,13 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from sqlalchemy.orm import sessionmaker
 
 from pgtask_sa import AsyncTaskSession, Task, TaskRegistry, TaskSession
-from pgtask_sa.claim import Claimer, ClaimOptions
+from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.engines import database_url, worker_async_engine, worker_engine
 from pgtask_sa.events import Event, Events
 from pgtask_sa.execution import Execution
 from pgtask_sa.faces import AsyncFace, SyncFace
 from pgtask_sa.settle import Tables
+from pgtask_sa.turns import Claimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
