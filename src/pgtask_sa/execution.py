@@ -255,8 +255,9 @@ class Execution:
         if self.expired is claimed:
             raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
         if status in LOST or not self._transaction.is_active:
-            error = self.ground.reason(error)
-            raise TransactionLost(claimed, error, ended=status != TransactionStatus.UNKNOWN)
+            if status != TransactionStatus.UNKNOWN:
+                raise TransactionLost(claimed, error, ended=True)
+            raise TransactionLost(claimed, self.ground.reason(error))
         if trouble is not None and sqlstate(trouble) in NO_SAVEPOINT:
             # gone with a transaction that the handler ended
             raise TransactionLost(claimed, error or TaskFailed(ENDED), ended=True, dirty=True)
