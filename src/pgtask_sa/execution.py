@@ -165,10 +165,12 @@ class Execution:
 
     def _work(self, batch: list[Claimed]) -> list[Report]:
         """Run what may run of a batch; return what became of each task."""
-        if self.admission is None:
-            return [self._attempt(claimed) for claimed in batch]
-        admitted, reports = self.admission.admit(batch)
-        return reports + [self._attempt(claimed) for claimed in admitted]
+        reports: list[Report] = []
+        if self.admission is not None:
+            batch, reports = self.admission.admit(batch)
+        if self._more:
+            self.on_full()  # wake another lane before the work begins, and not before it can
+        return reports + [self._attempt(claimed) for claimed in batch]
 
     def _keep_leases(self) -> None:
         if self.admission is not None:
@@ -195,8 +197,6 @@ class Execution:
                 raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
             if rows:
                 self._more = len(rows) == self.claimer.options.batch_size
-                if self._more:
-                    self.on_full()  # there may be more: wake another lane before the work begins
                 return [self.tables.claimed(row) for row in rows]
         return []
 
