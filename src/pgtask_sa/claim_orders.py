@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from sqlalchemy import ColumnElement, Executable, RowMapping, Table, func
@@ -21,6 +22,8 @@ from pgtask_sa.errors import ConfigurationError
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Pair: TypeAlias = "tuple[int, str]"  # priority and task type
 Ask: TypeAlias = "tuple[Executable, dict[str, Any]]"
+
+pair_of = itemgetter("priority", "task_type")
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,10 @@ class InTurns(Protocol):
     def claim(self, asked: Sequence[Pair], types: Sequence[str]) -> tuple[Ask, Sequence[Pair]]:
         """Return a statement with its parameters, and of which pairs it takes: the first ones."""
 
-    def in_order(self, rows: Sequence[RowMapping], asked: Sequence[Pair]) -> list[RowMapping]:
-        """Return what was claimed in the order in which it is to run."""
+    def in_order(
+        self, rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[RowMapping]:
+        """Return what was claimed, so many of each pair, in the order in which it is to run."""
 
 
 class ByType:
@@ -168,12 +173,14 @@ class ByType:
         return (self.chance.choice(self.claims), parameters), asked
 
     @staticmethod
-    def in_order(rows: Sequence[RowMapping], asked: Sequence[Pair]) -> list[RowMapping]:
+    def in_order(
+        rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[RowMapping]:
         """Sort by the place of each pair."""
-        if len(rows) < 2:  # noqa: PLR2004
+        if len(taken) < 2:  # noqa: PLR2004
             return list(rows)
         place = {pair: i for i, pair in enumerate(asked)}
-        return sorted(rows, key=lambda row: place.get((row["priority"], row["task_type"]), -1))
+        return sorted(rows, key=lambda row: place.get(pair_of(row), -1))
 
 
 class ByKey:
@@ -204,12 +211,14 @@ class ByKey:
         }
         return (self.chance.choice(self.claims), parameters), led
 
-    def in_order(self, rows: Sequence[RowMapping], asked: Sequence[Pair]) -> list[RowMapping]:
+    def in_order(
+        self, rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[RowMapping]:
         """Sort by the place in the claim, and move the cursors."""
         if self.by_level:
             ordered = sorted(rows, key=lambda row: row[PLACE])
         else:
-            ordered = self.lottery.in_order(rows, asked)
+            ordered = self.lottery.in_order(rows, asked, taken)
             self.cursors.setdefault(asked[0][0], None)
         for row in ordered:
             if row[IS_READY]:
