@@ -22,6 +22,7 @@ from pgtask_sa.errors import ConfigurationError
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Pair: TypeAlias = "tuple[int, str]"  # priority and task type
 Ask: TypeAlias = "tuple[Executable, dict[str, Any]]"
+Row: TypeAlias = "RowMapping"  # a claimed one
 
 pair_of = itemgetter("priority", "task_type")
 
@@ -131,7 +132,7 @@ class Plain:
         """Return the statements of a claim; each further one only if it found nothing."""
         return [(claim, {"types": types}) for claim in self.claims]
 
-    def in_order(self, rows: Sequence[RowMapping]) -> list[RowMapping]:
+    def in_order(self, rows: Sequence[Row]) -> list[Row]:
         """Return what was claimed in the order in which it is to run."""
         if self.options.expression is not None:
             return sorted(rows, key=lambda row: row[PLACE])
@@ -148,8 +149,8 @@ class InTurns(Protocol):
         """Return a statement with its parameters, and of which pairs it takes: the first ones."""
 
     def in_order(
-        self, rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
-    ) -> list[RowMapping]:
+        self, rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
         """Return what was claimed, so many of each pair, in the order in which it is to run."""
 
 
@@ -174,8 +175,8 @@ class ByType:
 
     @staticmethod
     def in_order(
-        rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
-    ) -> list[RowMapping]:
+        rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
         """Sort by the place of each pair."""
         if len(taken) < 2:  # noqa: PLR2004
             return list(rows)
@@ -212,8 +213,8 @@ class ByKey:
         return (self.chance.choice(self.claims), parameters), led
 
     def in_order(
-        self, rows: Sequence[RowMapping], asked: Sequence[Pair], taken: Mapping[Pair, int]
-    ) -> list[RowMapping]:
+        self, rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
         """Sort by the place in the claim, and move the cursors."""
         if self.by_level:
             ordered = sorted(rows, key=lambda row: row[PLACE])

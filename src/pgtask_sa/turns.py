@@ -29,9 +29,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from sqlalchemy import RowMapping, Table
+from sqlalchemy import Table
 
-from pgtask_sa.claim_orders import Ask, ByKey, ByType, ClaimOptions, InTurns, Pair, Plain, pair_of
+from pgtask_sa.claim_orders import (
+    Ask,
+    ByKey,
+    ByType,
+    ClaimOptions,
+    InTurns,
+    Pair,
+    Plain,
+    Row,
+    pair_of,
+)
 from pgtask_sa.statements import survey
 
 Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task type
@@ -165,7 +175,7 @@ class Claimer:
         else:
             yield from self._in_turns()
 
-    def learn(self, rows: Sequence[RowMapping]) -> list[RowMapping]:
+    def learn(self, rows: Sequence[Row]) -> list[Row]:
         """Take what a statement returned; return the tasks among it in the order of their turns."""
         if self._way is None:
             assert self._plain is not None  # noqa: S101
