@@ -301,3 +301,28 @@ def test_without_the_index_a_turn_reads_everything(crowded: Engine) -> None:
         plan = explain(connection, claim, **given)
         connection.rollback()
     assert plan.rows_touched >= 10_000
+
+
+# -- a whole worker ------------------------------------------------------------------------------
+
+
+def test_a_worker_takes_turns_by_tenant(jobs: Engine, db_url: str) -> None:
+    """With `fair_by` the tenants of a drain come in rounds, sync and async tasks alike."""
+    ran: list[Any] = []
+    tasks = TaskRegistry(task_class=Job)
+
+    @tasks.handler("A")
+    def plain(session: Any, params: Any, task: Any) -> None:
+        ran.append(task.columns["tenant"])
+
+    @tasks.handler("B")
+    async def awaited(session: Any, params: Any, task: Any) -> None:
+        ran.append(task.columns["tenant"])
+
+    for kind in ("A", "B"):
+        fill(jobs, 20, "crowd", kind)
+        fill(jobs, 2, "few", kind)
+    worker = Worker(tasks, db_url, concurrency=1, drain=True, fair_by=Job.tenant)
+    assert 0 == worker.run()
+    assert {"crowd": 40, "few": 4} == Counter(ran)
+    assert "few" not in ran[14:]
