@@ -59,11 +59,13 @@ class Job:
     task_type: str
     max_attempts: int
     is_leased: bool
-    key: Any = None  # equal tasks that coalesce have the same
+    key: Any = None  # equal tasks, of those that coalesce or must be unique, have the same
     fates: set[Fate] = field(default_factory=lambda: {Fate("waiting")})
     holder: Any = None  # the lane in whose transaction it is
     owner: Any = None  # the lane that has its lease
     version: int = 0  # of the row: the next one with every commit
+    settled: int = 0  # how often it was settled; a lease ends with the next time
+    deaths: int = 0  # of workers, which the lane that holds it has found
     starts: int = 0
     forgiven: int = 0  # starts that need not count
 
@@ -81,6 +83,7 @@ class Job:
         """Note a commit that wrote its row."""
         self.fates = fates
         self.version += 1
+        self.settled += 1
 
     # -- what an outcome makes of it ---------------------------------------------------------------
 
