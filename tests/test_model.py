@@ -26,7 +26,7 @@ from model_database import ModelDatabase, UniqueTask
 from model_fates import Fate, Job
 from model_machine import die, pick_of, picks
 from model_process import Process
-from model_workers import ENDINGS, WorkerRules
+from model_workers import WorkerRules
 from waiting import wait_until
 
 from pgtask_sa import Task
@@ -34,11 +34,12 @@ from pgtask_sa import Task
 SECONDS = float(os.environ.get("PGTASK_MODEL_SECONDS", "30"))
 SEED = os.environ.get("PGTASK_MODEL_SEED")
 SHRINKS = os.environ.get("PGTASK_MODEL_SHRINK") == "1"
-EXAMPLES = 5  # between two looks at the clock
 
 
 class QueueMachine(WorkerRules):
     """All rules, those of people too, and what must always be true."""
+
+    failed = False  # the example is then run again, and told
 
     # -- what people do ------------------------------------------------------------------------
 
@@ -125,6 +126,7 @@ class QueueMachine(WorkerRules):
                 self._finish_all()
                 self.story.clear()
         finally:
+            type(self).failed |= bool(self.story)
             print(*self.story, sep="\n")
             for caller in self.callers:
                 caller.session.close()
@@ -136,7 +138,7 @@ class QueueMachine(WorkerRules):
             self.callers.remove(caller)
             caller.session.close()
         while blocked := self._blocked():
-            self._end(blocked[0], self.work[blocked[0]].returns(), ENDINGS["return"])
+            self._conclude(blocked[0], "return")
             self.agree()
         for lane in self._idle():
             lane.answers_itself = True
@@ -162,23 +164,30 @@ class QueueMachine(WorkerRules):
         process.close()
 
 
-def _drive(number: int) -> None:
-    """Try some examples."""
+class Enough(BaseException):
+    """The time is over."""
+
+
+def _drive(number: int, end: float) -> None:
+    """Try examples until it is time to stop."""
 
     @seed(number)
     def machine() -> QueueMachine:
+        if time.monotonic() > end and not QueueMachine.failed:
+            raise Enough
         return QueueMachine()
 
     options = settings(
-        max_examples=EXAMPLES,
-        stateful_step_count=30,
+        max_examples=10**6,
+        stateful_step_count=50,
         deadline=None,
         database=None,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *([Phase.shrink] if SHRINKS else [])],
     )
-    run_state_machine_as_test(machine, settings=options)
+    with suppress(Enough):
+        run_state_machine_as_test(machine, settings=options)
 
 
 def _figures(number: int, seconds: float) -> str:
@@ -195,18 +204,15 @@ def test_the_queue_does_what_the_model_says(
     db_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Whatever happens, each task is in one place, done once, and tried within its budget."""
-    first = int(SEED) if SEED else random.randrange(10**6)
+    number = int(SEED) if SEED else random.randrange(10**6)
     start = time.monotonic()
     tables = {"plain": Task, "unique": UniqueTask}
     QueueMachine.databases = {name: ModelDatabase(db_url, each) for name, each in tables.items()}
     QueueMachine.tally = Counter()
-    number = first
     try:
-        while time.monotonic() < start + SECONDS:
-            _drive(number)
-            number += 1
+        _drive(number, start + SECONDS)
     finally:
         for database in QueueMachine.databases.values():
             database.close()
         with capsys.disabled():
-            print(f"\n{_figures(first, time.monotonic() - start)}; last seed {number}")
+            print(f"\n{_figures(number, time.monotonic() - start)}")

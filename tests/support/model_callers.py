@@ -31,25 +31,25 @@ class CallerRules(Machine):
         session.execute(text("select setseed(:seed)"), {"seed": 1 / (1 + self.serial)})
         return session
 
-    @precondition(lambda self: len(self.callers) < 2)
-    @rule()
-    def caller_begins(self) -> None:
-        self.callers.append(Enqueuing(self._caller()))
+    def _open(self, pick: int) -> Enqueuing:
+        """Return a caller whose transaction is open; it may be a new one."""
+        if not self.callers or (pick % 4 == 0 and len(self.callers) < 2):
+            self.callers.append(Enqueuing(self._caller()))
+        return pick_of(self.callers, pick)
 
-    @precondition(lambda self: self.callers)
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
     def enqueue(self, pick: int, kind: str, savepoint: str) -> None:
-        caller = pick_of(self.callers, pick)
+        caller = self._open(pick)
         self.serial += 1
         with _Savepoint(caller.session, savepoint):
             task = caller.session.enqueue(kind, {"n": self.serial})
         if savepoint != "lose":
             caller.tasks.append((task, None))
 
-    @precondition(lambda self: self.callers and not self.is_unique)
+    @precondition(lambda self: not self.is_unique)
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
     def coalesce(self, pick: int, kind: str, savepoint: str) -> None:
-        caller = pick_of(self.callers, pick)
+        caller = self._open(pick)
         is_blocked = any(kind in each.locked_keys for each in self.callers if each is not caller)
         equal = {job.task_id for job in self._equal(kind) if job.is_waiting()}
         own = any(key == kind for _, key in caller.tasks)
@@ -69,10 +69,10 @@ class CallerRules(Machine):
             self.tally["coalesced"] += 1
             caller.shared.append(equal)
 
-    @precondition(lambda self: self.callers and self.is_unique)
+    @precondition(lambda self: self.is_unique)
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
     def enqueue_unique(self, pick: int, kind: str, savepoint: str) -> None:
-        caller = pick_of(self.callers, pick)
+        caller = self._open(pick)
         others = [each for each in self.callers if each is not caller]
         there = [job for job in self._equal(kind) if job.fate.place in ("waiting", "leased")]
         is_blocked = any(job.holder is not None for job in there) or any(
@@ -102,21 +102,14 @@ class CallerRules(Machine):
         return task
 
     @precondition(lambda self: self.callers)
-    @rule(pick=picks)
-    def caller_commits(self, pick: int) -> None:
-        caller = pick_of(self.callers, pick)
-        caller.session.commit()
-        self.callers.remove(caller)
-        for task, key in caller.tasks:
-            self._add_job(task.task_id, task.task_type, key)
-        caller.session.close()
-
-    @precondition(lambda self: self.callers)
-    @rule(pick=picks)
-    def caller_rolls_back(self, pick: int) -> None:
+    @rule(pick=picks, commits=st.sampled_from([True, True, False]))
+    def caller_ends(self, pick: int, commits: bool) -> None:
         caller = pick_of(self.callers, pick)
         self.callers.remove(caller)
-        caller.session.rollback()
+        if commits:
+            caller.session.commit()
+            for task, key in caller.tasks:
+                self._add_job(task.task_id, task.task_type, key)
         caller.session.close()
 
     @rule(kind=kinds)

@@ -70,6 +70,7 @@ class ModelDatabase:
         self.tables = Tables(task_class)
         self.compiled: dict[Any, Any] = {}  # statements, for all engines of all processes
         self.admin = create_engine(self.url)
+        self._eye = self.admin.connect().execution_options(isolation_level="AUTOCOMMIT")
         self.execute(EFFECT)
         task_class.metadata.create_all(self.admin)
         names = {"task": self.tables.task.fullname, "dead": self.tables.dead.fullname}
@@ -78,6 +79,7 @@ class ModelDatabase:
         self._all = text(ALL.format(**names))
 
     def close(self) -> None:
+        self._eye.close()
         self.admin.dispose()
 
     def execute(self, statement: str, **values: Any) -> None:
@@ -93,19 +95,15 @@ class ModelDatabase:
     def kill(self, pids: set[int]) -> None:
         """End server processes, and wait until they are gone."""
         given = {"pids": list(pids)}
-        self.execute(KILL, **given)
-        with self.admin.connect() as connection:
-            connection.execution_options(isolation_level="AUTOCOMMIT")
-            wait_until(
-                lambda: not connection.scalar(text(ALIVE), given), timeout=60, interval=0.001
-            )
+        self._eye.execute(text(KILL), given)
+        alive = text(ALIVE)
+        wait_until(lambda: not self._eye.scalar(alive, given), timeout=60, interval=0.001)
 
     # -- looking -------------------------------------------------------------------------------
 
     def look(self) -> Seen:
         """Return what is there, without a trace."""
-        with self.admin.connect() as connection:
-            rows = connection.execute(self._all).all()
+        rows = self._eye.execute(self._all).all()
         seen = Seen({}, self._effects(rows), set(), set())
         for place, task_id, count, reason, is_ready, is_locked in rows:
             if place == "effect":

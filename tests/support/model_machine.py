@@ -68,8 +68,9 @@ class Machine(RuleBasedStateMachine):
         table=st.sampled_from(["plain", "plain", "unique"]),
         plans=st.tuples(st.sampled_from(PLANS), st.sampled_from(PLANS)),
         seed=picks,
+        waiting=st.lists(st.sampled_from(list(BUDGET)), max_size=4),
     )
-    def begin(self, table: str, plans: tuple[Plan, Plan], seed: int) -> None:
+    def begin(self, table: str, plans: tuple[Plan, Plan], seed: int, waiting: list[str]) -> None:
         self.is_unique = table == "unique"
         self.database = self.databases[table]
         self.database.empty()
@@ -81,6 +82,8 @@ class Machine(RuleBasedStateMachine):
         self.started = 0
         for plan in plans:
             self._add_process(plan)
+        for kind in waiting:
+            self.enqueue_and_commit(kind=kind)
 
     def _add_process(self, plan: Plan) -> None:
         self.started += 1

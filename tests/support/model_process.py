@@ -134,7 +134,9 @@ class Process:
 
     def close(self) -> None:
         """Clear away what is left in this Python process."""
-        if not self.is_dead:
+        if self.is_dead:
+            self.presence._close()
+        else:
             self.presence.leave()
         for lane in self.lanes:
             lane.disconnect()

@@ -10,6 +10,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 from model_callers import CallerRules, kinds
+from model_fates import Job
 from model_machine import does, pick_of, picks
 from model_process import Fault, Lane
 from sqlalchemy import text
@@ -66,10 +67,40 @@ class WorkerRules(CallerRules):
             self.enqueue_and_commit(kind=kind)
         self._claim(pick_of(self._idle(), pick))
 
+    @precondition(lambda self: self._idle())
+    @rule(
+        pick=picks,
+        kind=kinds,
+        how=st.sampled_from(list(ENDINGS)),
+        writes=st.booleans(),
+        commits=st.booleans(),
+        fault=faults,
+    )
+    def task_runs(
+        self, *, pick: int, kind: str, how: str, writes: bool, commits: bool, fault: Fault | None
+    ) -> None:
+        """Let a whole run pass, from the claim to the end."""
+        lane = pick_of(self._idle(), pick)
+        if not self._ready():
+            self.enqueue_and_commit(kind=kind)
+        self._claim(lane)
+        self.agree()
+        if writes and lane in self._able():
+            self._write(lane)
+        if commits and lane in self._able():
+            self._commit(lane)
+        if lane in self._blocked():
+            self._conclude(lane, how, fault)
+
+    # -- what handlers do ----------------------------------------------------------------------
+
     @precondition(lambda self: self._able())
-    @rule(pick=picks)
-    def handler_writes(self, pick: int) -> None:
-        self._write(pick_of(self._able(), pick))
+    @rule(
+        pick=picks,
+        what=st.sampled_from(["write", "write", "enqueue", "commit", "write_double", "swallow"]),
+    )
+    def handler_does(self, pick: int, what: str) -> None:
+        getattr(self, f"_{what}")(pick_of(self._able(), pick))
 
     def _write(self, lane: Lane) -> None:
         self.serial += 1
@@ -77,31 +108,39 @@ class WorkerRules(CallerRules):
         self._go_on(lane, lambda session: session.execute(WRITE, given))
         self.work[lane].effects.append(self.serial)
 
-    @precondition(lambda self: self._able())
-    @rule(pick=picks)
-    def handler_enqueues(self, pick: int) -> None:
-        lane = pick_of(self._able(), pick)
+    def _enqueue(self, lane: Lane) -> None:
         ids: list[int] = []
         self.serial += 1
         params = {"child": self.serial}
         self._go_on(lane, lambda session: ids.append(_enqueue_now(session, params)))
         self.work[lane].children += ids
 
-    @precondition(lambda self: self._able())
-    @rule(pick=picks)
-    def handler_writes_what_fails_at_the_end(self, pick: int) -> None:
-        lane = pick_of(self._able(), pick)
+    def _write_double(self, lane: Lane) -> None:
+        """Write what breaks a constraint that is looked at in the end."""
         self.serial += 1  # the same number in two transactions would make one wait for the other
         given = [{"task_id": self.current[lane], "n": -self.serial}] * 2
         self._go_on(lane, lambda session: session.execute(WRITE, given))
         self.work[lane].has_double = True
 
-    @precondition(lambda self: self._able())
-    @rule(pick=picks)
-    def handler_swallows_an_error(self, pick: int) -> None:
-        lane = pick_of(self._able(), pick)
+    def _swallow(self, lane: Lane) -> None:
         self._go_on(lane, _swallow)
         self.work[lane].has_swallowed = True
+
+    def _commit(self, lane: Lane) -> None:
+        job, work = self._job(lane), self.work[lane]
+        if not job.is_leased:
+            self._go_on(lane, lambda session: session.commit())
+            work.keep()
+        elif work.has_double or job.owner is not lane:
+            passed: list[None] = []
+            self._end(lane, "fail", does(lambda session: passed.append(session.commit())))
+            assert not passed, f"{lane} committed what it must not: {job}"
+        else:
+            self._go_on(lane, lambda session: session.commit())
+            fate = job.fate
+            job.fates = {replace(fate, effects=fate.effects | frozenset(work.effects))}
+            self._born(work.children)
+            work.undo()
 
     @precondition(lambda self: self._sound())
     @rule(pick=picks)
@@ -110,34 +149,15 @@ class WorkerRules(CallerRules):
         self._go_on(lane, lambda session: session.rollback())
         self.work[lane].undo()
 
-    @precondition(lambda self: self._able())
-    @rule(pick=picks)
-    def handler_commits(self, pick: int) -> None:
-        lane = pick_of(self._able(), pick)
-        job, work = self._job(lane), self.work[lane]
-        if not job.is_leased:
-            self._go_on(lane, lambda session: session.commit())
-            work.keep()
-        elif work.has_double or job.owner is not lane:
-            self._end(lane, "fail", does(lambda session: session.commit()))
-        else:
-            self._go_on(lane, lambda session: session.commit())
-            fate = job.fate
-            job.fates = {replace(fate, effects=fate.effects | frozenset(work.effects))}
-            self._born(work.children)
-            work.undo()
-
     @precondition(lambda self: self._blocked())
-    @rule(
-        pick=picks,
-        how=st.sampled_from(["return", *ENDINGS]),
-        fault=st.none() | faults,
-        writes=st.booleans(),
-    )
+    @rule(pick=picks, how=st.sampled_from(list(ENDINGS)), fault=faults, writes=st.booleans())
     def handler_ends(self, pick: int, how: str, fault: Fault | None, writes: bool) -> None:
         lane = pick_of(self._blocked(), pick)
         if writes and lane in self._able():
             self._write(lane)
+        self._conclude(lane, how, fault)
+
+    def _conclude(self, lane: Lane, how: str, fault: Fault | None = None) -> None:
         if how == "race" and (self.work[lane].has_swallowed or lane in self.disturbed):
             how = "fail"
         outcome = self.work[lane].returns() if how == "return" else OUTCOMES.get(how, how)
@@ -146,8 +166,9 @@ class WorkerRules(CallerRules):
     @precondition(lambda self: self._blocked())
     @rule(pick=picks)
     def handler_returns(self, pick: int) -> None:
-        lane = pick_of(self._blocked(), pick)
-        self._end(lane, self.work[lane].returns(), ENDINGS["return"])
+        self._conclude(pick_of(self._blocked(), pick), "return")
+
+    # -- what happens to workers ---------------------------------------------------------------
 
     @precondition(lambda self: self._lanes(lambda lane: lane.is_busy))
     @rule(pick=picks)
@@ -205,17 +226,40 @@ class WorkerRules(CallerRules):
     @precondition(lambda self: self._jobs("leased"))
     @rule(pick=picks)
     def lease_runs_out(self, pick: int) -> None:
-        job = pick_of(self._jobs("leased"), pick)
+        self._run_out(pick_of(self._jobs("leased"), pick))
+
+    def _run_out(self, job: Job) -> None:
         self.tally["leases ran out"] += 1
         self.database.end_lease(job.task_id)
         job.version += 1
 
-    @precondition(lambda self: [each for each in self._sound() if self._job(each).is_leased])
+    def _leasing(self) -> list[Lane]:
+        return [lane for lane in self._sound() if self._job(lane).is_leased]
+
+    @precondition(lambda self: self._leasing())
     @rule(pick=picks)
     def lease_is_renewed(self, pick: int) -> None:
-        lane = pick_of([each for each in self._sound() if self._job(each).is_leased], pick)
+        lane = pick_of(self._leasing(), pick)
         lane.process.keeper._prolong(lane.execution.lease)
         self._job(lane).version += self._job(lane).owner is lane
+
+    @precondition(lambda self: self._leasing() and self._idle())
+    @rule(pick=picks, commits=st.booleans(), how=st.sampled_from(list(ENDINGS)), fault=faults)
+    def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
+        """Let the others look for work when a lease has run out, and the old run go on then."""
+        lane = pick_of(self._leasing(), pick)
+        job = self._job(lane)
+        if job in self._jobs("leased"):
+            self._run_out(job)
+        for other in self._idle():
+            self._claim(other)
+            self.agree()
+        if lane in self._able():
+            self._write(lane)
+        if commits and lane in self._able():
+            self._commit(lane)
+        elif lane in self._blocked():
+            self._conclude(lane, how, fault)
 
     @rule(pick=picks)
     def worker_looks_after_the_dead(self, pick: int) -> None:
