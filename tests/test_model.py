@@ -12,6 +12,7 @@ PGTASK_MODEL_SHRINK=1 makes a failing example smaller, which takes minutes.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -21,10 +22,10 @@ from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 from model_database import ModelDatabase, UniqueTask
 from model_fates import Fate, Job
-from model_machine import die, pick_of, picks
+from model_machine import die, only_if, pick_of, picks
 from model_process import Process
 from model_workers import WorkerRules
 from waiting import wait_until
@@ -33,13 +34,12 @@ from pgtask_sa import Task
 
 SECONDS = float(os.environ.get("PGTASK_MODEL_SECONDS", "30"))
 SEED = os.environ.get("PGTASK_MODEL_SEED")
+EXAMPLES = 25  # with one seed
 SHRINKS = os.environ.get("PGTASK_MODEL_SHRINK") == "1"
 
 
 class QueueMachine(WorkerRules):
     """All rules, those of people too, and what must always be true."""
-
-    failed = False  # the example is then run again, and told
 
     # -- what people do ------------------------------------------------------------------------
 
@@ -53,8 +53,8 @@ class QueueMachine(WorkerRules):
         enqueued = [key for caller in self.callers for _, key in caller.tasks]
         return job.key in enqueued or any(each.holder for each in self._equal(job.key))
 
-    @precondition(lambda self: self._requeueable())
     @rule(pick=picks)
+    @only_if(lambda self: self._requeueable())
     def requeue(self, pick: int) -> None:
         job = pick_of(self._requeueable(), pick)
         places = {each.fate.place for each in self._equal(job.key)}
@@ -73,8 +73,8 @@ class QueueMachine(WorkerRules):
         lane = job.holder
         return lane is not None and lane.is_busy and lane not in self.disturbed
 
-    @precondition(lambda self: self._cancellable())
     @rule(pick=picks)
+    @only_if(lambda self: self._cancellable())
     def cancel(self, pick: int) -> None:
         job = pick_of(self._cancellable(), pick)
         lane, fate = job.holder, job.fate
@@ -88,14 +88,20 @@ class QueueMachine(WorkerRules):
         job.owner = None
 
     @rule()
+    @only_if()
     def planner_is_told(self) -> None:
         self.database.analyze()
 
     # -- the database agrees -------------------------------------------------------------------
 
     @invariant()
+    def looks_right(self) -> None:
+        if self.is_new and not self.is_over:
+            self.is_new = False
+            self.tally["steps"] += 1
+            self.agree()
+
     def agree(self) -> None:
-        self.tally["steps"] += 1
         seen = self.database.look()
         unknown = (set(seen.fates) | set(seen.effects)) - set(self.jobs)
         assert not unknown, f"there is what was never committed: {unknown}"
@@ -122,12 +128,13 @@ class QueueMachine(WorkerRules):
     def teardown(self) -> None:
         """Let everything run to its end, with workers to whom nothing happens any more."""
         try:
-            if sys.exc_info()[0] is None:
+            if sys.exc_info()[0] is None and not self.is_over:
                 self._finish_all()
                 self.story.clear()
         finally:
-            type(self).failed |= bool(self.story)
-            print(*self.story, sep="\n")
+            if self.story:
+                type(self).end = math.inf  # the example is run once more, and told
+                print(*self.story, sep="\n")
             for caller in self.callers:
                 caller.session.close()
             for process in self.processes:
@@ -164,30 +171,23 @@ class QueueMachine(WorkerRules):
         process.close()
 
 
-class Enough(BaseException):
-    """The time is over."""
-
-
-def _drive(number: int, end: float) -> None:
-    """Try examples until it is time to stop."""
+def _drive(number: int) -> None:
+    """Try some examples."""
 
     @seed(number)
     def machine() -> QueueMachine:
-        if time.monotonic() > end and not QueueMachine.failed:
-            raise Enough
         return QueueMachine()
 
     options = settings(
-        max_examples=10**6,
-        stateful_step_count=50,
+        max_examples=EXAMPLES,
+        stateful_step_count=60,
         deadline=None,
         database=None,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *([Phase.shrink] if SHRINKS else [])],
     )
-    with suppress(Enough):
-        run_state_machine_as_test(machine, settings=options)
+    run_state_machine_as_test(machine, settings=options)
 
 
 def _figures(number: int, seconds: float) -> str:
@@ -209,8 +209,12 @@ def test_the_queue_does_what_the_model_says(
     tables = {"plain": Task, "unique": UniqueTask}
     QueueMachine.databases = {name: ModelDatabase(db_url, each) for name, each in tables.items()}
     QueueMachine.tally = Counter()
+    QueueMachine.end = start + SECONDS
+    last = number
     try:
-        _drive(number, start + SECONDS)
+        while time.monotonic() < QueueMachine.end:
+            _drive(last)
+            last += 1
     finally:
         for database in QueueMachine.databases.values():
             database.close()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
-from model_machine import BUDGET, Enqueuing, Machine, pick_of, picks
+from hypothesis.stateful import rule
+from model_machine import BUDGET, Enqueuing, Machine, only_if, pick_of, picks
 from sqlalchemy import text
 from sqlalchemy.orm import sessionmaker
 
@@ -38,6 +38,7 @@ class CallerRules(Machine):
         return pick_of(self.callers, pick)
 
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
+    @only_if()
     def enqueue(self, pick: int, kind: str, savepoint: str) -> None:
         caller = self._open(pick)
         self.serial += 1
@@ -46,8 +47,8 @@ class CallerRules(Machine):
         if savepoint != "lose":
             caller.tasks.append((task, None))
 
-    @precondition(lambda self: not self.is_unique)
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
+    @only_if(lambda self: not self.is_unique)
     def coalesce(self, pick: int, kind: str, savepoint: str) -> None:
         caller = self._open(pick)
         is_blocked = any(kind in each.locked_keys for each in self.callers if each is not caller)
@@ -69,8 +70,8 @@ class CallerRules(Machine):
             self.tally["coalesced"] += 1
             caller.shared.append(equal)
 
-    @precondition(lambda self: self.is_unique)
     @rule(pick=picks, kind=kinds, savepoint=savepoints)
+    @only_if(lambda self: self.is_unique)
     def enqueue_unique(self, pick: int, kind: str, savepoint: str) -> None:
         caller = self._open(pick)
         others = [each for each in self.callers if each is not caller]
@@ -101,8 +102,8 @@ class CallerRules(Machine):
         assert not is_blocked
         return task
 
-    @precondition(lambda self: self.callers)
     @rule(pick=picks, commits=st.sampled_from([True, True, False]))
+    @only_if(lambda self: self.callers)
     def caller_ends(self, pick: int, commits: bool) -> None:
         caller = pick_of(self.callers, pick)
         self.callers.remove(caller)
@@ -113,6 +114,7 @@ class CallerRules(Machine):
         caller.session.close()
 
     @rule(kind=kinds)
+    @only_if()
     def enqueue_and_commit(self, kind: str) -> None:
         with self._caller() as session:
             task = session.enqueue(kind, {"n": self.serial})

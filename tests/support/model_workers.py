@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import rule
 from model_callers import CallerRules, kinds
 from model_fates import Job
-from model_machine import does, pick_of, picks
+from model_machine import does, only_if, pick_of, picks
 from model_process import Fault, Lane
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
@@ -55,19 +55,18 @@ OUTCOMES = {"retry": "fail", "exit": "fail"}
 
 
 class WorkerRules(CallerRules):
-    @precondition(lambda self: self._idle())
     @rule(pick=picks, fault=faults)
+    @only_if(lambda self: self._idle())
     def claim(self, pick: int, fault: Fault | None) -> None:
         self._claim(pick_of(self._idle(), pick), fault)
 
-    @precondition(lambda self: self._idle())
     @rule(pick=picks, kind=kinds)
+    @only_if(lambda self: self._idle())
     def claim_undisturbed(self, pick: int, kind: str) -> None:
         if not self._ready():
             self.enqueue_and_commit(kind=kind)
         self._claim(pick_of(self._idle(), pick))
 
-    @precondition(lambda self: self._idle())
     @rule(
         pick=picks,
         kind=kinds,
@@ -76,6 +75,7 @@ class WorkerRules(CallerRules):
         commits=st.booleans(),
         fault=faults,
     )
+    @only_if(lambda self: self._idle())
     def task_runs(
         self, *, pick: int, kind: str, how: str, writes: bool, commits: bool, fault: Fault | None
     ) -> None:
@@ -94,11 +94,11 @@ class WorkerRules(CallerRules):
 
     # -- what handlers do ----------------------------------------------------------------------
 
-    @precondition(lambda self: self._able())
     @rule(
         pick=picks,
         what=st.sampled_from(["write", "write", "enqueue", "commit", "write_double", "swallow"]),
     )
+    @only_if(lambda self: self._able())
     def handler_does(self, pick: int, what: str) -> None:
         getattr(self, f"_{what}")(pick_of(self._able(), pick))
 
@@ -142,15 +142,15 @@ class WorkerRules(CallerRules):
             self._born(work.children)
             work.undo()
 
-    @precondition(lambda self: self._sound())
     @rule(pick=picks)
+    @only_if(lambda self: self._sound())
     def handler_rolls_back(self, pick: int) -> None:
         lane = pick_of(self._sound(), pick)
         self._go_on(lane, lambda session: session.rollback())
         self.work[lane].undo()
 
-    @precondition(lambda self: self._blocked())
     @rule(pick=picks, how=st.sampled_from(list(ENDINGS)), fault=faults, writes=st.booleans())
+    @only_if(lambda self: self._blocked())
     def handler_ends(self, pick: int, how: str, fault: Fault | None, writes: bool) -> None:
         lane = pick_of(self._blocked(), pick)
         if writes and lane in self._able():
@@ -163,23 +163,23 @@ class WorkerRules(CallerRules):
         outcome = self.work[lane].returns() if how == "return" else OUTCOMES.get(how, how)
         self._end(lane, outcome, ENDINGS[how], fault)
 
-    @precondition(lambda self: self._blocked())
     @rule(pick=picks)
+    @only_if(lambda self: self._blocked())
     def handler_returns(self, pick: int) -> None:
         self._conclude(pick_of(self._blocked(), pick), "return")
 
     # -- what happens to workers ---------------------------------------------------------------
 
-    @precondition(lambda self: self._lanes(lambda lane: lane.is_busy))
     @rule(pick=picks)
+    @only_if(lambda self: self._lanes(lambda lane: lane.is_busy))
     def crash(self, pick: int) -> None:
         process = pick_of(self.processes, pick)
         self.tally["crashes"] += 1
         process.crash()
         self._after_crash(process)
 
-    @precondition(lambda self: self._sound())
     @rule(pick=picks)
+    @only_if(lambda self: self._sound())
     def connection_is_cut(self, pick: int) -> None:
         lane = pick_of(self._sound(), pick)
         self.tally["cuts"] += 1
@@ -187,8 +187,8 @@ class WorkerRules(CallerRules):
         self.disturbed.add(lane)
         self._rolled_back(lane)
 
-    @precondition(lambda self: self._sound())
     @rule(pick=picks)
+    @only_if(lambda self: self._sound())
     def time_is_over(self, pick: int) -> None:
         lane = pick_of(self._sound(), pick)
         job = self._job(lane)
@@ -204,8 +204,8 @@ class WorkerRules(CallerRules):
         self.batch.get(lane, {}).pop(job.task_id, None)
         self._rolled_back(lane)
 
-    @precondition(lambda self: self._lanes(lambda lane: lane.is_busy))
     @rule(pick=picks)
+    @only_if(lambda self: self._lanes(lambda lane: lane.is_busy))
     def worker_stops(self, pick: int) -> None:
         process = pick_of(self.processes, pick)
         busy = [lane for lane in process.lanes if lane.is_busy]
@@ -223,8 +223,8 @@ class WorkerRules(CallerRules):
         process.close()
         self._add_process(process.plan)
 
-    @precondition(lambda self: self._jobs("leased"))
     @rule(pick=picks)
+    @only_if(lambda self: self._jobs("leased"))
     def lease_runs_out(self, pick: int) -> None:
         self._run_out(pick_of(self._jobs("leased"), pick))
 
@@ -236,15 +236,15 @@ class WorkerRules(CallerRules):
     def _leasing(self) -> list[Lane]:
         return [lane for lane in self._sound() if self._job(lane).is_leased]
 
-    @precondition(lambda self: self._leasing())
     @rule(pick=picks)
+    @only_if(lambda self: self._leasing())
     def lease_is_renewed(self, pick: int) -> None:
         lane = pick_of(self._leasing(), pick)
         lane.process.keeper._prolong(lane.execution.lease)
         self._job(lane).version += self._job(lane).owner is lane
 
-    @precondition(lambda self: self._leasing() and self._idle())
     @rule(pick=picks, commits=st.booleans(), how=st.sampled_from(list(ENDINGS)), fault=faults)
+    @only_if(lambda self: self._leasing() and self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
         """Let the others look for work when a lease has run out, and the old run go on then."""
         lane = pick_of(self._leasing(), pick)
@@ -262,6 +262,7 @@ class WorkerRules(CallerRules):
             self._conclude(lane, how, fault)
 
     @rule(pick=picks)
+    @only_if()
     def worker_looks_after_the_dead(self, pick: int) -> None:
         pick_of(self.processes, pick).presence.look_after()
 
