@@ -127,12 +127,15 @@ class QueueMachine(WorkerRules):
 
     def teardown(self) -> None:
         """Let everything run to its end, with workers to whom nothing happens any more."""
+        error = sys.exc_info()[1]
+        has_failed = isinstance(error, Exception)  # not so if Hypothesis ends the example
         try:
-            if sys.exc_info()[0] is None and not self.is_over:
+            if error is None and not self.is_over:
+                has_failed = True
                 self._finish_all()
-                self.story.clear()
+                has_failed = False
         finally:
-            if self.story:
+            if has_failed:
                 type(self).end = math.inf  # the example is run once more, and told
                 print(*self.story, sep="\n")
             for caller in self.callers:
