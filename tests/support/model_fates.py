@@ -29,6 +29,7 @@ class Work:
     has_double: bool = False  # breaks a deferred constraint
     keeps_double: bool = False
     has_swallowed: bool = False  # a database error
+    is_spoiled: bool = False  # by one below its session, which cannot be rolled back
     outcome: str | None = None
 
     def keep(self) -> None:
@@ -41,7 +42,12 @@ class Work:
     def undo(self) -> None:
         """Roll the session back."""
         self.effects, self.children = [], []
-        self.has_double = self.has_swallowed = False
+        self.has_double, self.has_swallowed = False, self.is_spoiled
+
+    def is_untouched(self) -> bool:
+        """Say whether it has done nothing with its session that stands."""
+        done = self.effects + self.kept + self.children + self.kept_children
+        return not (done or self.has_double or self.keeps_double or self.has_swallowed)
 
     def returns(self) -> str:
         """Return the outcome when the handler returns."""

@@ -96,7 +96,9 @@ class WorkerRules(CallerRules):
 
     @rule(
         pick=picks,
-        what=st.sampled_from(["write", "write", "enqueue", "commit", "write_double", "swallow"]),
+        what=st.sampled_from(
+            ["write", "write", "enqueue", "commit", "write_double", "swallow", "spoil"]
+        ),
     )
     @only_if(lambda self: self._able())
     def handler_does(self, pick: int, what: str) -> None:
@@ -125,6 +127,13 @@ class WorkerRules(CallerRules):
     def _swallow(self, lane: Lane) -> None:
         self._go_on(lane, _swallow)
         self.work[lane].has_swallowed = True
+
+    def _spoil(self, lane: Lane) -> None:
+        """Swallow an error below the session, where no savepoint may be open yet."""
+        work = self.work[lane]
+        if work.is_untouched():
+            self._go_on(lane, _spoil)
+            work.is_spoiled = work.has_swallowed = not self._job(lane).is_leased
 
     def _commit(self, lane: Lane) -> None:
         job, work = self._job(lane), self.work[lane]
@@ -243,7 +252,12 @@ class WorkerRules(CallerRules):
         lane.process.keeper._prolong(lane.execution.lease)
         self._job(lane).version += self._job(lane).owner is lane
 
-    @rule(pick=picks, commits=st.booleans(), how=st.sampled_from(list(ENDINGS)), fault=faults)
+    @rule(
+        pick=picks,
+        commits=st.booleans(),
+        how=st.sampled_from(["return", "return", *ENDINGS]),
+        fault=faults,
+    )
     @only_if(lambda self: self._leasing() and self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
         """Let the others look for work when a lease has run out, and the old run go on then."""
@@ -270,6 +284,11 @@ class WorkerRules(CallerRules):
 def _swallow(session: Any) -> None:
     with suppress(DBAPIError):
         session.execute(text("select 1/0"))
+
+
+def _spoil(session: Any) -> None:
+    driver = session.get_bind().connection.driver_connection
+    driver.pgconn.exec_(b"select 1/0")
 
 
 def _enqueue_now(session: Any, params: Any) -> int:
