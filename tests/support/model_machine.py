@@ -324,8 +324,7 @@ class Machine(RuleBasedStateMachine):
 
     def _on_rollback(self, lane: Lane) -> None:
         works = [work for work in self.batch.get(lane, {}).values() if work is not None]
-        excused = any(work.keeps_double or work.is_spoiled for work in works)
-        if lane not in self.disturbed and not excused:
+        if lane not in self.disturbed and not any(work.keeps_double for work in works):
             assert not any(work.outcome for work in works), (
                 f"{lane} let go what had come to its end, before that was counted"
             )

@@ -131,9 +131,14 @@ class WorkerRules(CallerRules):
     def _spoil(self, lane: Lane) -> None:
         """Swallow an error below the session, where no savepoint may be open yet."""
         work = self.work[lane]
-        if work.is_untouched():
-            self._go_on(lane, _spoil)
-            work.is_spoiled = work.has_swallowed = not self._job(lane).is_leased
+        if not work.is_untouched():
+            return
+        self._go_on(lane, _spoil)
+        work.is_spoiled = work.has_swallowed = not self._job(lane).is_leased
+        if work.is_spoiled and not lane.execution.ground.open:
+            self.tally["transactions aborted"] += 1
+            self.disturbed.add(lane)
+            self._rolled_back(lane)
 
     def _commit(self, lane: Lane) -> None:
         job, work = self._job(lane), self.work[lane]
