@@ -72,7 +72,7 @@ class Machine(RuleBasedStateMachine):
         table=st.sampled_from(["plain", "plain", "unique"]),
         plans=st.tuples(st.sampled_from(PLANS), st.sampled_from(PLANS)),
         seed=picks,
-        waiting=st.lists(st.sampled_from(list(BUDGET)), max_size=4),
+        waiting=st.lists(st.sampled_from(list(BUDGET)), max_size=6),
     )
     def begin(self, table: str, plans: tuple[Plan, Plan], seed: int, waiting: list[str]) -> None:
         if self.is_over:

@@ -70,14 +70,14 @@ class WorkerRules(CallerRules):
     @rule(
         pick=picks,
         kind=kinds,
-        how=st.sampled_from(list(ENDINGS)),
-        writes=st.booleans(),
+        what=st.sampled_from(["", "write", "write", "enqueue", "swallow", "spoil"]),
         commits=st.booleans(),
+        how=st.sampled_from(list(ENDINGS)),
         fault=faults,
     )
     @only_if(lambda self: self._idle())
     def task_runs(
-        self, *, pick: int, kind: str, how: str, writes: bool, commits: bool, fault: Fault | None
+        self, *, pick: int, kind: str, what: str, commits: bool, how: str, fault: Fault | None
     ) -> None:
         """Let a whole run pass, from the claim to the end."""
         lane = pick_of(self._idle(), pick)
@@ -85,8 +85,8 @@ class WorkerRules(CallerRules):
             self.enqueue_and_commit(kind=kind)
         self._claim(lane)
         self.agree()
-        if writes and lane in self._able():
-            self._write(lane)
+        if what and lane in self._able():
+            getattr(self, f"_{what}")(lane)
         if commits and lane in self._able():
             self._commit(lane)
         if lane in self._blocked():
@@ -97,7 +97,7 @@ class WorkerRules(CallerRules):
     @rule(
         pick=picks,
         what=st.sampled_from(
-            ["write", "write", "enqueue", "commit", "write_double", "swallow", "spoil"]
+            ["write", "write", "enqueue", "commit", "write_double", "swallow", "spoil", "spoil"]
         ),
     )
     @only_if(lambda self: self._able())
@@ -263,9 +263,15 @@ class WorkerRules(CallerRules):
         how=st.sampled_from(["return", "return", *ENDINGS]),
         fault=faults,
     )
-    @only_if(lambda self: self._leasing() and self._idle())
+    @only_if(lambda self: self._leasing() or self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
         """Let the others look for work when a lease has run out, and the old run go on then."""
+        if not self._leasing():
+            self.enqueue_and_commit(kind="L")
+            self._claim(pick_of(self._idle(), pick))
+            self.agree()
+        if not self._leasing():
+            return
         lane = pick_of(self._leasing(), pick)
         job = self._job(lane)
         if job in self._jobs("leased"):
