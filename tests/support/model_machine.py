@@ -248,7 +248,7 @@ class Machine(RuleBasedStateMachine):
             assert job.holder is None, f"claimed twice: {job}"
             self._break_shares(task_id)
             job.holder = lane
-            job.deaths = sum(entry.get(task_id) == job.version for entry in self.buried_entries)
+            job.deaths = self._deaths(job)
             self.found[lane, task_id] = (job.version, job.deaths)
         self.batch[lane] = dict.fromkeys(ids)
 
@@ -316,11 +316,18 @@ class Machine(RuleBasedStateMachine):
             return
         self.tally["counted afterwards"] += 1
         version, deaths = self.found[lane, job.task_id]
-        attempt = job.fate.attempts + 1 + (deaths if version == job.version else 0)
+        known = deaths if version == job.version else 0
+        attempt = job.fate.attempts + 1 + known
         outcome = outcome if outcome in ("discard", "snooze") else "fail"
         failed = {job.after(job.fate, outcome, attempt, [])}
         if not self._shared(job):
+            # workers that died of it meanwhile are forgotten: the row is written anew
+            job.forgiven += max(0, self._deaths(job) - known)
             job.settle(failed | self._merged(job, failed))
+
+    def _deaths(self, job: Job) -> int:
+        """Count the dead workers that had this version of the row in flight."""
+        return sum(entry.get(job.task_id) == job.version for entry in self.buried_entries)
 
     def _on_rollback(self, lane: Lane) -> None:
         works = [work for work in self.batch.get(lane, {}).values() if work is not None]
