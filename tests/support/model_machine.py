@@ -101,7 +101,9 @@ class Machine(RuleBasedStateMachine):
 
     def _let_in(self, lane: Lane, pick: int) -> Lane | None:
         """Have a lane of another process claim, in the middle of what this one does."""
-        others = [each for each in self._idle() if each.process is not lane.process]
+        idle = [each for each in self._idle() if each.process is not lane.process]
+        # it would owe a count of what this one may have claimed already, but not noted
+        others = [each for each in idle if not each.owed()]
         if lane.execution is not None and lane.execution.lease is not None:
             others = [each for each in others if each.batch_size == 1]  # keeps no lease locked
         if not others:
@@ -247,6 +249,8 @@ class Machine(RuleBasedStateMachine):
             job = self.jobs[task_id]
             assert job.holder is None, f"claimed twice: {job}"
             self._break_shares(task_id)
+            if len(job.fates) > 1:  # granted a moment ago, or put back: only that can be claimed
+                job.fates = {fate for fate in job.fates if fate.place == "waiting"}
             job.holder = lane
             job.deaths = self._deaths(job)
             self.found[lane, task_id] = (job.version, job.deaths)
