@@ -69,7 +69,7 @@ def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
 
 def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Callable[[], Any]:
     def sync() -> Any:
-        if info.get(ARMED):
+        if _handler_on(method, info):
             raise TaskFailed(ENDED)
         return method()
 
@@ -81,12 +81,21 @@ def _guarded(method: Callable[[], Any], info: MutableMapping[Any, Any]) -> Calla
 
 def _standing(method: Callable[..., Any], info: MutableMapping[Any, Any]) -> Callable[..., Any]:
     def opened(*args: Any, **kw: Any) -> Any:
-        ground: Ground | None = info.get(ARMED)
+        ground = _handler_on(method, info)
         if ground is not None:
             ground.stand()
         return method(*args, **kw)
 
     return opened
+
+
+def _handler_on(method: Any, info: MutableMapping[Any, Any]) -> Ground | None:
+    """Return the ground of the handler that runs on the driver's connection of this method.
+
+    One that was taken out of its pool shares the info with its successor there.
+    """
+    ground: Ground | None = info.get(ARMED)
+    return ground if ground is not None and ground.driver is method.__self__ else None
 
 
 class Ground:
@@ -99,6 +108,7 @@ class Ground:
         self.moved = False  # the handler changed the session's settings
         self.shifted = False  # or the transaction's
         self._info: MutableMapping[Any, Any] = {}
+        self.driver: Any = None  # of the connection while a handler runs
         for name in ("before_cursor_execute", "commit", "rollback"):
             event.listen(connection, name, getattr(self, f"_{name}"))
         # The events come too late to leave SQLAlchemy's own transaction as it was.
@@ -109,6 +119,7 @@ class Ground:
         """Stand guard while a handler runs."""
         self.armed, self.open, self.shifted = True, False, False
         self._info = self.connection.info
+        self.driver = self.connection.connection.driver_connection
         self._info.pop(TROUBLE, None)
         self._info[ARMED] = self
         return self
