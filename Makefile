@@ -32,7 +32,7 @@ bench: $(READY) ## measure against the same work in bare psycopg
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 soak: $(READY) ## the model of the queue for ten minutes, then ten minutes of steady load under a snapshot
-	@PGTASK_MODEL_SECONDS=600 $(BIN)/python -m pytest -s tests/test_model.py
+	@PGTASK_MODEL_SECONDS=600 PGTASK_MODEL_SHRINK=1 $(BIN)/python -m pytest -s tests/test_model.py
 	@$(BIN)/python tests/benchmarks/soak.py $(ARGS)
 
 matrix: $(READY) ## run the tests on each SQLAlchemy and PostgreSQL that this machine offers

@@ -291,6 +291,8 @@ class Execution:
         """Write the outcome in the transaction that holds the claim."""
         if error is None:
             return Verdict("done")
+        if not self.ground.open and self.ground.status() == TransactionStatus.INERROR:
+            raise TransactionLost(claimed, error)  # aborted past the session: nothing to go back to
         try:
             self.ground.undo()
         except psycopg.Error as gone:
