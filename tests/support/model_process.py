@@ -30,6 +30,7 @@ from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
 from pgtask_sa.faces import SyncFace
+from pgtask_sa.ground import Ground
 from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Settler
@@ -156,12 +157,27 @@ class _Presence(Presence):
         lane = self.process.current()
         if lane is None:
             return send()
-        ids = [int(each) for each in values["task_ids"].strip("{}").split(",") if each]
-        return lane.round_trip(self._driver, send, ("note", ids))
+        return lane.round_trip(self._driver, send, ("note", list(values["task_ids"])))
 
     def is_own(self, driver: Any) -> bool:
         """Say whether that is the connection of this entry."""
         return driver is None or driver is self._driver
+
+
+class _Ground(Ground):
+    """Counts what goes past psycopg's connection too."""
+
+    def __init__(self, connection: Any, lane: Lane) -> None:
+        super().__init__(connection)
+        self.lane = lane
+
+    def _execute(self, statement: str) -> None:
+        driver = self.connection.connection.driver_connection
+        logged = ("commit",) if "COMMIT" in statement else None
+        self.lane.round_trip(driver, partial(super()._execute, statement), logged)
+
+    def _answer(self) -> None:
+        self.lane.round_trip(self.driver, super()._answer)
 
 
 class Lane:
@@ -174,6 +190,7 @@ class Lane:
         self.number = number
         self.batch_size = batch_size
         self.execution: Execution | None = None
+        self.watch: Any = None
         self.entry: int | None = None
         self.fault: Fault | None = None
         self.let_in: Callable[[int], Lane | None] = lambda _pick: None  # a rival, for one step
@@ -256,6 +273,8 @@ class Lane:
         claimer._random = claimer.turns.chance = process.chance
         handlers = process.tasks.handlers
         execution = Execution(connection, face, claimer, handlers, process.tables, process.events)
+        execution.ground.close()
+        execution.ground = _Ground(connection, self)
         execution.blameless = process.blameless
         execution.admission = Admission(
             process.presence, self.entry, face, execution.settler, handlers
