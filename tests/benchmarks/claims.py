@@ -124,11 +124,9 @@ def _more(count: int, spent: float, seconds: float) -> bool:
 
 def claim_once(connection: Connection, claimer: Claimer) -> tuple[int, list[Any]]:
     """Claim as a lane does; return the number of statements, and the tasks."""
-    sent = 0
     if claimer.must_replan():
         connection.execute(REPLAN)
-    for statement, parameters in claimer.statements():
-        sent += 1
+    for sent, (statement, parameters) in enumerate(claimer.statements(), 1):
         rows = connection.execute(statement, parameters).mappings().all()
         if found := claimer.learn(rows):
             return sent, found

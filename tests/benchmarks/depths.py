@@ -26,7 +26,8 @@ def by_depth(stage: Stage) -> Iterator[Figure | Curve]:
     while depth <= stage.sizes["deepest"]:
         claims.fill(engine, (depth, {}))
         for order, lines in found.items():
-            lines.append((depth, claims.measure(engine, "", "", FIVE, seconds=seconds, order=order)))
+            line = claims.measure(engine, "", "", FIVE, seconds=seconds, order=order)
+            lines.append((depth, line))
         depth *= 10
     engine.dispose()
     stage.drop(CLAIMS)

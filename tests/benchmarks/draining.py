@@ -68,18 +68,8 @@ def drain(stage: Stage, side: Any, kind: str, batch: int, processes: int) -> flo
 
 
 def deep(stage: Stage) -> Iterator[Figure]:
-    """Drain some seconds of a deep queue, beside a shallow one."""
-    yield from at_depth(stage, stage.sizes["deep"], 0.9)
-
-
-def deepest(stage: Stage) -> Iterator[Figure]:
-    """Drain some seconds of a very deep queue, beside a shallow one."""
-    yield from at_depth(stage, stage.sizes["deepest"], 0.8)
-
-
-def at_depth(stage: Stage, depth: int, limit: float) -> Iterator[Figure]:
-    """Drain the same way at two depths, and in bare psycopg at the great one."""
-    shallow = stage.sizes["shallow"]
+    """Drain some seconds of a deep queue, beside a shallow one and beside bare psycopg."""
+    depth, shallow = stage.sizes["deep"], stage.sizes["shallow"]
     own, other, one, psycopg = in_turns(
         stage.rounds,
         partial(depth_rate, stage, ours, "deep_ours", depth),
@@ -88,13 +78,32 @@ def at_depth(stage: Stage, depth: int, limit: float) -> Iterator[Figure]:
         partial(depth_rate, stage, bare, "deep_bare", depth),
     )
     what = f"drain of no-ops, {depth:,} waiting, batch"
-    yield Figure(
-        f"{what} {DEEP_BATCH}", "tasks/s", own, f"the same with {shallow:,} waiting", other, limit
-    )
+    yield beside_shallow(depth, shallow, own, other, 0.9)
     yield Figure(f"{what} {DEEP_BATCH}", "tasks/s", own, "bare psycopg, pipelined", psycopg)
     yield Figure(f"{what} 1", "tasks/s", one)
     for name in ("deep_ours", "shallow_ours", "deep_bare"):
         stage.drop(name)
+
+
+def deepest(stage: Stage) -> Iterator[Figure]:
+    """Drain some seconds of a very deep queue, beside a shallow one."""
+    depth, shallow = stage.sizes["deepest"], stage.sizes["shallow"]
+    own, other = in_turns(
+        stage.rounds,
+        partial(depth_rate, stage, ours, "deep_ours", depth),
+        partial(depth_rate, stage, ours, "shallow_ours", shallow),
+    )
+    yield beside_shallow(depth, shallow, own, other, 0.8)
+    for name in ("deep_ours", "shallow_ours"):
+        stage.drop(name)
+
+
+def beside_shallow(
+    depth: int, shallow: int, own: list[float], other: list[float], limit: float
+) -> Figure:
+    """Put two depths beside each other."""
+    what = f"drain of no-ops, {depth:,} waiting, batch {DEEP_BATCH}"
+    return Figure(what, "tasks/s", own, f"the same with {shallow:,} waiting", other, limit)
 
 
 class Apart:

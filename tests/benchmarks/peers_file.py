@@ -18,7 +18,11 @@ from typing import Any
 from figures import Figure
 
 OURS, LIMIT, LIMIT_ONE = "pgtask", "limit", "limit_one"
-LIMITS = (LIMIT, LIMIT_ONE, "limit_random")
+LIMITS = {
+    LIMIT: "bare psycopg, batches of 200",
+    LIMIT_ONE: "bare psycopg, one by one",
+    "limit_random": "bare psycopg, order by random()",
+}
 RATES = {
     "as": "enqueue in a session, a commit each",
     "b": "bulk enqueue",
@@ -36,8 +40,9 @@ ASKED = {
     ("c1", "pgqueuer"): 1.6,
     ("c2", "pgqueuer"): 1.6,
     ("g", LIMIT): 0.4,
+    ("c1", LIMIT_ONE): 0.7,
+    ("g", LIMIT_ONE): 0.7,
 }
-ASKED_ONE = {("c1", LIMIT_ONE): 0.7, ("g", LIMIT_ONE): 0.7}
 BEST_OF_OTHERS = 4.0  # times, with a row each
 ABSOLUTE = (("e", "p50", "pickup by an idle worker, p50", "ms", 1.0),)
 ABSOLUTE += (("e", "p99", "pickup by an idle worker, p99", "ms", 2.0),)
@@ -94,9 +99,7 @@ class Results:
     def name(self, peer: str) -> str:
         """Name a peer with its version."""
         if peer in LIMITS:
-            return {LIMIT: "bare psycopg, batches of 200", LIMIT_ONE: "bare psycopg, one by one"}.get(
-                peer, "bare psycopg, order by random()"
-            )
+            return LIMITS[peer]
         versions = next(f.versions for (who, _, _), f in self.found.items() if who == peer)
         version = next((value for key, value in versions.items() if key.startswith(peer)), None)
         return f"{peer} {version}" if version else peer
@@ -120,33 +123,21 @@ def _rates(results: Results, measure: str) -> list[Figure]:
     if not ours:
         return []
     best = max(ours, key=lambda batch: median(ours[batch].rates))
-    line = partial(_line, results, measure, ours)
-    if measure not in IN_BATCHES:
-        return [line(best, peer, ASKED) for peer in results.peers if results.rates(peer, measure)]
-    lines = [
-        line(best, peer, ASKED)
-        for peer in results.peers
-        if peer != LIMIT_ONE and results.rates(peer, measure)
-    ]
+    line = partial(_line, results, measure)
+    peers = [peer for peer in results.peers if results.rates(peer, measure)]
+    others = [peer for peer in peers if peer != LIMIT_ONE or measure not in IN_BATCHES]
+    lines = [line(ours[best].rates, best, peer) for peer in others]
     if measure == "g":
         lines += _best_of_others(results, ours[best].rates, best)
-    if 1 in ours and results.rates(LIMIT_ONE, measure):
-        lines.append(line(1, LIMIT_ONE, ASKED_ONE))
+    if 1 in ours and LIMIT_ONE in peers and LIMIT_ONE not in others:
+        lines.append(line(ours[1].rates, 1, LIMIT_ONE))
     return lines
 
 
-def _line(
-    results: Results,
-    measure: str,
-    ours: dict[int, Found],
-    batch: int,
-    peer: str,
-    asked: dict[tuple[str, str], float],
-) -> Figure:
+def _line(results: Results, measure: str, own: list[float], batch: int, peer: str) -> Figure:
     what = RATES[measure] + (f", batch {batch}" if measure in IN_BATCHES else "")
-    other = results.rates(peer, measure)
-    limit = asked.get((measure, peer))
-    return Figure(what, "tasks/s", ours[batch].rates, results.name(peer), other, limit)
+    limit = ASKED.get((measure, peer))
+    return Figure(what, "tasks/s", own, results.name(peer), results.rates(peer, measure), limit)
 
 
 def _best_of_others(results: Results, own: list[float], batch: int) -> list[Figure]:
@@ -168,7 +159,7 @@ def _absolute(results: Results) -> list[Figure]:
         own = ours[min(ours)].of(key)
         for peer in results.peers:
             other = results.found.get((peer, measure, 0), Found()).of(key)
-            if other and peer != "limit_one":
+            if other and peer != LIMIT_ONE:
                 name = results.name(peer)
                 lines.append(Figure(what, unit, own, name, other, limit, absolute=True, most=True))
     return lines

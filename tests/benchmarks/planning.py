@@ -54,7 +54,7 @@ def claim_times(
 
 
 def due(stage: Stage) -> Iterator[Figure]:
-    """Plan tasks one after another: how late does an idle worker start them?"""
+    """Plan tasks one after another, and see how late an idle worker starts them."""
     count = stage.sizes["due"]
     (found,) = in_turns(stage.rounds, partial(late_by, stage, count))
     for part, share in (*PARTS.items(), ("max", 1.0)):

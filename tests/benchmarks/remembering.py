@@ -1,4 +1,4 @@
-"""The measure of memory: does a worker process grow with the tasks that it has run?"""
+"""The measure of memory: whether a worker process grows with the tasks that it has run."""
 
 from __future__ import annotations
 
@@ -51,5 +51,6 @@ def samples(stage: Stage, count: int) -> list[tuple[float, float]]:
 
 def megabytes(pid: int | None) -> float:
     """Return the proportional set size of a process: what it shares counts in part."""
-    found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    found = re.search(r"^Pss:\s+(\d+) kB", rollup, re.MULTILINE)
     return int(found[1]) / 1024 if found else float("nan")

@@ -16,16 +16,16 @@ HEAD = ("what", "asked", "ours", "beside", "its figure", "ratio", "spread", "met
 INTRODUCTION = """\
 # Benchmarks
 
-Made by `make bench`{args}. Not written by hand: `benchmarks.json` beside this file has every round.
+Made by `make bench{args}`, not written by hand; `benchmarks.json` beside this file has every round.
 
 {facts}
 
-Ours and what it is compared with take turns, {rounds} in all; figures are medians. *Ratio* is ours
+Ours and what it is compared with take turns, {rounds} each; figures are medians. *Ratio* is ours
 to the other one's, *spread* is half of the distance between the best and the worst round, in per
 cent of the median, of whichever side has more. *Bare psycopg* is the same work without a library:
 one thread, prepared statements, pipelined, on a table without a queue's indexes. The server has its
-data on disk and fsync on; before each drain there is a `vacuum analyze` and a `checkpoint`. Workers,
-clients and the server share the machine.
+data on disk and fsync on; before each drain there is a `vacuum analyze` and a `checkpoint`.
+Workers, clients and the server share the machine.
 """
 # What a plot shows: its title, and the axes.
 PLOTS = {
@@ -82,8 +82,9 @@ class Report:
         for figure in figures:
             yield "| " + " | ".join(cells(figure)) + " |"
         yield ""
-        for note in dict.fromkeys(f"* {f.what}: {f.note}." for f in figures if f.note):
-            yield note
+        yield from dict.fromkeys(
+            f"* {figure.what}. {figure.note}." for figure in figures if figure.note
+        )
         for path in drawn:
             yield f"\n![{PLOTS[path.stem][0]}](plots/{path.name})"
         yield "\n## When\n"

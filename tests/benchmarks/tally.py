@@ -62,7 +62,7 @@ class Tally:
         return int(self._cells[3 + number])
 
     def log(self) -> list[int]:
-        """The kinds of the first executions, in their order."""
+        """Return the kinds of the first executions, in their order."""
         return list(self._log[: min(self.count, LOG)])
 
     def __getstate__(self) -> dict[str, Any]:

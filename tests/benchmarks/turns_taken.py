@@ -33,7 +33,7 @@ def claims_engine(stage: Stage) -> Engine:
 
 
 def fair(stage: Stage) -> Iterator[Figure]:
-    """Run a crowd of one type and a few of another: when are the few done?"""
+    """Run a crowd of one type and a few of another, and see when the few are done."""
     crowd = stage.sizes["crowd"]
     stage.fresh(ours)
     stage.fill(ours, "CROWD", crowd)
@@ -67,7 +67,7 @@ def run_logged(stage: Stage, kinds: dict[str, int], count: int, **options: Any) 
 
 
 def weighted(stage: Stage) -> Iterator[Figure]:
-    """Run tasks of types that have weights: how far are their shares from what they should be?"""
+    """Run tasks of types that have weights, and see how far their shares are off."""
     count = stage.sizes["claims"]
     found = [worst_share(stage, count) for _ in range(stage.rounds)]
     yield Figure(
@@ -77,7 +77,7 @@ def weighted(stage: Stage) -> Iterator[Figure]:
         limit=5.0,
         absolute=True,
         most=True,
-        note="of the share itself: 19 instead of 20 of a hundred are 5 %",
+        note="Of the share itself: 19 instead of 20 of a hundred are 5 %",
     )
 
 

@@ -97,7 +97,7 @@ def around_sleep(stage: Stage) -> Iterator[Figure]:
         limit=bound,
         absolute=True,
         most=True,
-        note=f"bound: {GROWTH:g} x the enqueuing transaction (here up to {1000 * LONGEST:g} ms) "
+        note=f"Bound: {GROWTH:g} x the enqueuing transaction (here up to {1000 * LONGEST:g} ms) "
         f"and the first poll ({1000 * FIRST_POLL:g} ms). An insert whose trigger looked before the "
         "worker was asleep and whose commit came after its last look is found by polling, "
         "at intervals that grow that fast",
@@ -170,30 +170,31 @@ def calls_by_query(stage: Stage, side: Any) -> dict[str, int]:
 
 
 def herd(stage: Stage) -> Iterator[Figure]:
-    """Enqueue one task for many idle worker processes: how many try to claim it?"""
-    count = stage.sizes["idle_workers"]
-    found = [herd_claims(stage, count) for _ in range(stage.rounds)]
-    yield Figure(
-        f"{count} idle workers (a process with one lane each), one enqueue: claims",
-        "claims",
-        [claims for claims, _ in found],
-        "all statements in the database, until one second later",
-        [calls for _, calls in found],
-        limit=5,
-        absolute=True,
-        most=True,
-    )
+    """Enqueue one task for many idle lanes, and count how many try to claim it."""
+    lanes = stage.sizes["idle_workers"]
+    for processes, each in ((lanes, 1), (max(1, lanes // 10), min(lanes, 10))):
+        found = [herd_claims(stage, processes, each) for _ in range(stage.rounds)]
+        yield Figure(
+            f"{processes} idle worker processes, lanes: {each} each, one enqueue: claims",
+            "claims",
+            [claims for claims, _ in found],
+            "all statements in the database, until one second later",
+            [calls for _, calls in found],
+            limit=5,
+            absolute=True,
+            most=True,
+        )
 
 
-def herd_claims(stage: Stage, count: int) -> tuple[int, int]:
+def herd_claims(stage: Stage, processes: int, lanes: int) -> tuple[int, int]:
     """Return the number of claims, and of all statements."""
     stage.fresh(ours)
-    options = {"concurrency": 1, "batch": 1, "only": ("stamp",)}
+    options = {"concurrency": lanes, "batch": 1, "only": ("stamp",)}
     with (
-        stage.workers(ours, count, **options) as running,
+        stage.workers(ours, processes, **options) as running,
         ours.sender(stage.url(ours.DATABASE)) as send,
     ):
-        wait_for(lambda: listeners(stage) >= count, 120)
+        wait_for(lambda: listeners(stage) >= processes, 300)
         send("stamp", 0)  # until here the sender has prepared what it needs
         wait_for(lambda: running.count == 1)
         time.sleep(min(SETTLED, stage.sizes["idle"]))
