@@ -131,6 +131,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--out", metavar="DIR", type=Path, help="write to this directory")
     parser.add_argument(
+        "--lock", metavar="FILE", type=Path, default=LOCK, help="held while anything is timed"
+    )
+    parser.add_argument(
         "--peers",
         metavar="FILE",
         type=Path,
@@ -145,7 +148,7 @@ def main(argv: list[str] | None = None) -> None:
     names, sizes = chosen(arguments.only), sizes_of(arguments)
     others = peers_file.read(arguments.peers) if arguments.peers else []
     directory = arguments.out or (QUICK_DIRECTORY if arguments.quick else ROOT / "docs")
-    with LOCK.open("a") as lock, PostgresServer(fsync=True, settings=SETTINGS) as server:
+    with arguments.lock.open("a") as lock, PostgresServer(fsync=True, settings=SETTINGS) as server:
         fcntl.flock(lock, fcntl.LOCK_EX)
         report = Report(directory, about(server), quick=arguments.quick)
         if others:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import plots
 from figures import Figure, figure_from
+from plots import Words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,11 +28,16 @@ one thread, prepared statements, pipelined, on a table without a queue's indexes
 data on disk and fsync on; before each drain there is a `vacuum analyze` and a `checkpoint`.
 Workers, clients and the server share the machine.
 """
-# What a plot shows: its title, and the axes.
 PLOTS = {
-    "claim_by_depth": ("One claim, by depth of the queue", "tasks waiting", "ms, median"),
-    "pickup_under_load": ("Pickup under load, batch 1", "other tasks per second", "ms"),
-    "memory_of_a_worker": ("Memory of a worker process", "tasks run", "MB"),
+    "claim_by_depth": Words(
+        "One claim, by depth of the queue", "tasks waiting", "ms, median", "log", "log"
+    ),
+    "pickup_under_load": Words(
+        "Pickup under load, batch 1", "other tasks per second", "ms", "linear", "log"
+    ),
+    "memory_of_a_worker": Words(
+        "Memory of a worker process", "tasks run", "MB", "linear", "linear"
+    ),
 }
 
 
@@ -65,7 +71,7 @@ class Report:
             path
             for plot, words in PLOTS.items()
             if (lines := [curve for curve in curves if curve["plot"] == plot])
-            and (path := plots.draw(self.directory / "plots" / f"{plot}.svg", lines, *words))
+            and (path := plots.draw(self.directory / "plots" / f"{plot}.svg", lines, words))
         ]
         page.write_text("\n".join(self._page(measures, drawn)))
         return [self.path, page, *drawn]
@@ -86,7 +92,7 @@ class Report:
             f"* {figure.what}. {figure.note}." for figure in figures if figure.note
         )
         for path in drawn:
-            yield f"\n![{PLOTS[path.stem][0]}](plots/{path.name})"
+            yield f"\n![{PLOTS[path.stem].title}](plots/{path.name})"
         yield "\n## When\n"
         for name, each in measures.items():
             yield f"* {name}: {each['at']}, {each['seconds']:.0f} s, load before {each['load']}"
