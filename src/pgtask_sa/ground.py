@@ -49,6 +49,14 @@ SETS_SESSION = re.compile(
     re.IGNORECASE,
 )
 SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
+# The same by a function, for the transaction only: its last argument says so.
+SETS_BY_FUNCTION = re.compile(
+    r"(?:(?!set_config).)*"
+    r"(?:set_config\s*\((?:[^()]|\([^()]*\))*,\s*true\s*\)(?:(?!set_config).)*)+",
+    re.IGNORECASE | re.DOTALL,
+)
+# An enqueue that has to wait for a lock sets this, and sets it back.
+LOCK_TIMEOUT = re.compile(r"SELECT set_config\('lock_timeout', [^,()]+, true\)")
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
@@ -222,10 +230,13 @@ class Ground:
         if ENDS_TRANSACTION.match(statement) or self.status() == TransactionStatus.IDLE:
             raise TaskFailed(ENDED)
         self.stand()
-        if SETS_SESSION.match(statement) or "set_config" in statement:
+        if SETS_SESSION.match(statement):
             self.moved = self.shifted = True
         elif SETS_LOCAL.match(statement):
             self.shifted = True
+        elif "set_config" in statement and not LOCK_TIMEOUT.match(statement):
+            self.shifted = True
+            self.moved = self.moved or not SETS_BY_FUNCTION.fullmatch(statement)
 
     def _commit(self, _conn: Connection) -> None:
         if self.armed:

@@ -145,6 +145,17 @@ def results(pgconn: pq.abc.PGconn) -> Iterator[pq.abc.PGresult]:
         yield result
 
 
+def answers_within(pgconn: pq.abc.PGconn, seconds: float) -> bool:
+    """Send what waits to be sent, and say whether the answer comes within so many seconds.
+
+    Raises:
+        psycopg.OperationalError: the connection was lost.
+    """
+    poll = select.poll()
+    poll.register(pgconn.socket, select.POLLIN)
+    return not pgconn.flush() and bool(poll.poll(seconds * 1000))
+
+
 def checked(result: Any) -> Any:
     """Return a result of libpq's, unless it is an error.
 
