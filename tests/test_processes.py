@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 from fleet import HERE, Fleet, events, started
-from processes import WatchedProcess
+from processes import WatchedProcess, WorkerProcess
 from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import TaskSession
+from pgtask_sa.events import Events
+from pgtask_sa.supervisor import Supervisor
 from pgtask_sa.worker import main
 
 
@@ -136,7 +138,39 @@ def test_what_does_not_finish_is_cut_off(fleet: Fleet, kind, how):
     assert ([], 1, 0) == (fleet.done(), fleet.count(), fleet.count("dead_task"))
 
 
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except {swallowed}:
+    pass
+from process_tasks import tasks
+"""
+
+
+@pytest.mark.parametrize("swallowed", ["ValueError", "BaseException"])
+@pytest.mark.parametrize("how", ["terminate", "interrupt"])
+@pytest.mark.parametrize("options", [(), ("--processes", "2")])
+def test_a_signal_before_the_handlers_are_imported(fleet: Fleet, tmp_path, options, how, swallowed):
+    """Exit code 0, also if the module that is imported keeps the end from coming through."""
+    (tmp_path / "slow_tasks.py").write_text(SLOW.format(swallowed=swallowed))
+    paths = {"pythonpath": [tmp_path, HERE], "cwd": HERE}
+    with WorkerProcess("slow_tasks:tasks", fleet.url, *options, **paths) as worker:
+        worker.wait_for_line("importing")
+        getattr(worker, how)()
+        assert 0 == worker.wait(15)
+    assert ["importing"] == worker.lines
+
+
 # -- supervision ----------------------------------------------------------------------------------
+
+
+def test_a_signal_before_the_first_child_is_started():
+    """None is started any more: it would not hear of the signal."""
+    supervisor = Supervisor(lambda: 7, 2, Events(), drain=False)
+    supervisor._pass_on()
+    assert 0 == supervisor.run()
 
 
 def _children(pid: int) -> set[int]:

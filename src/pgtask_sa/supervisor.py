@@ -9,14 +9,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_sentinels
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pgtask_sa.events import Events
+from pgtask_sa.signals import STOP_SIGNALS, blocked, routed
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
 LONGEST_PAUSE = 5.0  # seconds; each child has its own
@@ -50,23 +51,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the children, keep them alive, wait for their end."""
-        before = self._take_signals()
-        try:
+        with routed(self._pass_on):
             for _ in range(self.count):
                 self._start()
             while self.children or (self.due and not self.stopping):
                 self._wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return self.worst
 
-    def _take_signals(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS}
-
-    def _pass_on(self, _number: int, _frame: Any) -> None:
+    def _pass_on(self) -> None:
         self.stopping = True
         for pid in self.children:
             with suppress(ProcessLookupError):
@@ -76,7 +68,9 @@ class Supervisor:
         came_back = self.context.Event()
         process = self.context.Process(target=_child_main, args=(self.run_child, came_back))
         # A signal in between would miss the child here, and run our own handler over there.
-        with _signals_blocked():
+        with blocked():
+            if self.stopping:
+                return
             process.start()
             assert process.pid is not None  # noqa: S101 - it was just started
             self.children[process.pid] = _Child(process, time.monotonic(), came_back, pause)
@@ -95,8 +89,7 @@ class Supervisor:
         ready = [each for each in self.due if each[0] <= now]
         self.due = [each for each in self.due if each[0] > now]
         for _, pause in ready:
-            if not self.stopping:
-                self._start(pause)
+            self._start(pause)
 
     def _ended(self, child: _Child) -> None:
         process, lived = child.process, time.monotonic() - child.since
@@ -117,18 +110,6 @@ class Supervisor:
         )
         pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
         self.due.append((time.monotonic() + pause, pause))
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child_main(run: Callable[[], int], came_back: Event) -> None:
