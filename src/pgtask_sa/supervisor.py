@@ -21,6 +21,7 @@ from pgtask_sa.signals import STOP_SIGNALS, blocked, routed
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
 LONGEST_PAUSE = 5.0  # seconds; each child has its own
+CUT_OFF = 3  # the exit code when tasks were still running at the end
 REPLACE_ME = 4  # the exit code of a child in which a handler is stuck
 
 
@@ -92,24 +93,33 @@ class Supervisor:
             self._start(pause)
 
     def _ended(self, child: _Child) -> None:
-        process, lived = child.process, time.monotonic() - child.since
-        code = process.exitcode or 0
-        if self.stopping and code == -signal.SIGTERM:
-            code = 0  # it was told to stop before it had begun
+        code, in_order = child.process.exitcode or 0, child.came_back.is_set()
         if code == REPLACE_ME and not self.stopping:
             self._start()
-            return
-        if self.stopping or (self.drain and child.came_back.is_set()):
-            self.worst = max(self.worst, code if code >= 0 else 128 - code)
-            return
+        elif self.stopping or (self.drain and in_order):
+            self.worst = max(self.worst, self._last_code(child, code, in_order=in_order))
+        else:
+            self._tell_of_death(child, code, "another takes its place")
+            lived = time.monotonic() - child.since
+            pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
+            self.due.append((time.monotonic() + pause, pause))
+
+    def _last_code(self, child: _Child, code: int, *, in_order: bool) -> int:
+        """Say what the end of a child means for the exit code of all."""
+        if in_order:
+            return code
+        if code == -signal.SIGTERM:
+            return 0  # it was told to stop before it had begun
+        self._tell_of_death(child, code, "what it ran is back in the table")
+        return CUT_OFF
+
+    def _tell_of_death(self, child: _Child, code: int, then: str) -> None:
         self.events.emit(
             "worker.died",
-            f"worker process {process.pid} ended unasked; another takes its place",
+            f"worker process {child.process.pid} ended unasked; {then}",
             level=logging.ERROR,
             exit_code=code,
         )
-        pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
-        self.due.append((time.monotonic() + pause, pause))
 
 
 def _child_main(run: Callable[[], int], came_back: Event) -> None:

@@ -35,13 +35,13 @@ from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.signals import early, routed
-from pgtask_sa.supervisor import REPLACE_ME, Supervisor
+from pgtask_sa.supervisor import CUT_OFF, REPLACE_ME, Supervisor
 from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_STUCK = REPLACE_ME  # a handler does not come back: another process is to take over
-EXIT_CUT = 3  # tasks were still running when the grace was over, or at a second signal
+EXIT_CUT = CUT_OFF  # when the grace was over, at a second signal, or in a child that died
 
 
 class Worker:
@@ -156,9 +156,9 @@ class Worker:
         """Work until stopped or, with ``drain``, until nothing is left.
 
         Returns:
-            The exit code: 0 after a clean end, 3 if running tasks had to be cut off (they were
-            rolled back and wait in the table), 1 if the event loop ended and took all async
-            handlers along.
+            The exit code: 0 after a clean end, 3 if running tasks had to be cut off, or a child
+            process died while it was to end (they were rolled back and wait in the table), 1 if
+            the event loop ended and took all async handlers along.
         """
         o = self.options
         if o.supervised:
