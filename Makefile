@@ -33,7 +33,7 @@ bench: $(READY) ## every figure of docs/benchmarks.md anew, about 25 minutes; AR
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 soak: $(READY) ## the model of the queue for ten minutes, then ten minutes of steady load under a snapshot
-	@PGTASK_MODEL_SECONDS=600 PGTASK_MODEL_SHRINK=1 $(BIN)/python -m pytest -s tests/test_model.py
+	@PGTASK_MODEL_SECONDS=600 PGTASK_MODEL_SEED=random PGTASK_MODEL_SHRINK=1 $(BIN)/python -m pytest -s tests/test_model.py
 	@$(BIN)/python tests/benchmarks/soak.py $(ARGS)
 
 matrix: $(READY) ## run the tests on each SQLAlchemy and PostgreSQL that this machine offers

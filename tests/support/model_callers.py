@@ -6,7 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
-from model_machine import BUDGET, Enqueuing, Machine, only_if, pick_of, picks
+from model_machine import BUDGET, Enqueuing, Machine
+from model_steps import only_if, pick_of, picks
 from sqlalchemy import text
 from sqlalchemy.orm import sessionmaker
 

@@ -74,6 +74,7 @@ class Job:
     deaths: int = 0  # of workers, which the lane that holds it has found
     starts: int = 0
     forgiven: int = 0  # starts that need not count
+    unsettled: tuple[Fate, int] | None = None  # and its version, if it may not have been settled
 
     @property
     def fate(self) -> Fate:
@@ -90,6 +91,23 @@ class Job:
         self.fates = fates
         self.version += 1
         self.settled += 1
+        self.unsettled = None
+
+    def seems_settled(self, fates: set[Fate]) -> None:
+        """Note a commit of which nobody knows whether it came to pass."""
+        before = self.fate, self.version
+        self.settle(fates | {self.fate})
+        self.unsettled = before
+
+    def is_seen(self, fate: Fate) -> None:
+        """Note which of its fates is the true one.
+
+        A row that was not settled is still of the version that dead workers may have noted.
+        """
+        self.fates = {fate}
+        if self.unsettled is not None and self.unsettled[0] == fate:
+            self.version = self.unsettled[1]
+        self.unsettled = None
 
     # -- what an outcome makes of it ---------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import time
 from collections import Counter
@@ -14,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize
 from model_database import ModelDatabase
 from model_fates import Fate, Job, Work
-from model_process import Crashed, Fault, Lane, Plan, Process, register
+from model_process import Fault, Lane, Plan, Process, register
+from model_steps import die, does, picks
 
 from pgtask_sa import TaskRegistry
 
@@ -28,7 +28,6 @@ PLANS = [
     Plan((2, 1)),
     Plan((1, 2), HOSTILE),
 ]
-picks = st.integers(0, 7)  # one of those that there are
 
 
 class Enqueuing:
@@ -210,12 +209,12 @@ class Machine(RuleBasedStateMachine):
         after = job.after(fate, work.outcome, fate.attempts, work.kept)
         fates = {after} | self._merged(job, {after})
         if is_unsure:
-            fates |= {fate, job.after(fate, "race", fate.attempts, [])}
+            fates |= {job.after(fate, "race", fate.attempts, [])}
         if is_unsure or work.outcome in ("snooze", "race", "stop"):
             job.forgiven += 1
         if work.outcome == "done" and not (is_unsure and job.task_id in self.database.look().fates):
             self._born(work.kept_children)
-        job.settle(fates)
+        (job.seems_settled if is_unsure else job.settle)(fates)
         job.owner = None
 
     def _merged(self, job: Job, fates: set[Fate]) -> set[Fate]:
@@ -380,42 +379,3 @@ class Machine(RuleBasedStateMachine):
                 job.owner = None
         process.close()
         self._add_process(process.plan)
-
-
-def only_if(condition: Callable[[Any], Any] = lambda _machine: True) -> Callable[..., Any]:
-    """Make a step do nothing unless a condition is true.
-
-    A precondition of Hypothesis would leave the rule out. But then what is drawn depends on what
-    happened before, which is not the same each time: the server and the threads have their say.
-    """
-
-    def decorated(step: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(step)
-        def run(self: Machine, **given: Any) -> None:
-            if not self.is_over and condition(self):
-                self.is_new = True
-                step(self, **given)
-
-        return run
-
-    return decorated
-
-
-def pick_of(choices: list[Any], number: int) -> Any:
-    """Choose one, whatever the number."""
-    return choices[number % len(choices)]
-
-
-def does(what: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Make an order after which the handler goes on."""
-
-    def order(session: Any) -> bool:
-        what(session)
-        return False
-
-    return order
-
-
-def die(_session: Any) -> bool:
-    """Be the handler whose process is dead."""
-    raise Crashed

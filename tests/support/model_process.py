@@ -332,7 +332,7 @@ class Lane:
         fault = self.fault if self._is_hit(driver) else None
         if fault is not None and fault.when == "before":
             self._strike(fault, driver)
-        answer = self._send(send, logged)
+        answer = self._send(driver, send, logged)
         if fault is not None and fault.when == "after":
             self._strike(fault, driver)
             if fault.kind == "cut":
@@ -340,11 +340,13 @@ class Lane:
                 raise psycopg.OperationalError("the connection was lost")
         return answer
 
-    def _send(self, send: Callable[[], Any], logged: tuple[Any, ...] | None) -> Any:
+    def _send(self, driver: Any, send: Callable[[], Any], logged: tuple[Any, ...] | None) -> Any:
         try:
             answer = send()
         except BaseException:
-            if logged == ("commit",):
+            # a broken constraint that was found before COMMIT: the rows are still held
+            is_held = driver.info.transaction_status == TransactionStatus.INERROR
+            if logged == ("commit",) and not is_held:
                 self.log.append(("rollback",))
             raise
         if logged is not None:

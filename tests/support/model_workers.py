@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 from model_callers import CallerRules, kinds
 from model_fates import Job
-from model_machine import does, only_if, pick_of, picks
 from model_process import Fault, Lane
+from model_steps import does, only_if, pick_of, picks
 from sqlalchemy import text
 from sqlalchemy.exc import DBAPIError
 
