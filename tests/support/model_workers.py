@@ -29,6 +29,13 @@ faults = st.none() | st.builds(
     rival=picks,
 )
 
+endings = st.builds(
+    Fault,
+    kind=st.sampled_from(["crash", "cut"]),
+    when=st.sampled_from(["before", "after"]),
+    countdown=st.integers(1, 5),
+)
+
 
 def _raises(error: BaseException) -> Callable[[Any], bool]:
     def order(_session: Any) -> bool:
@@ -267,10 +274,7 @@ class WorkerRules(CallerRules):
     @only_if(lambda self: self._leasing() or self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
         """Let the others look for work when a lease has run out, and the old run go on then."""
-        if not self._leasing():
-            self.enqueue_and_commit(kind="L")
-            self._claim(pick_of(self._idle(), pick))
-            self.agree()
+        self._find_lease(pick)
         if not self._leasing():
             return
         lane = pick_of(self._leasing(), pick)
@@ -286,6 +290,24 @@ class WorkerRules(CallerRules):
             self._commit(lane)
         elif lane in self._blocked():
             self._conclude(lane, how, fault)
+
+    def _find_lease(self, pick: int) -> None:
+        """See to it that a leased handler runs, if that can be."""
+        if not self._leasing():
+            self.enqueue_and_commit(kind="L")
+            self._claim(pick_of(self._idle(), pick))
+            self.agree()
+
+    @rule(pick=picks, fault=endings)
+    @only_if(lambda self: self._leasing() or self._idle())
+    def leased_handler_is_cut_off(self, pick: int, fault: Fault) -> None:
+        """Let it write, and go down between the first and the last round trip of its end."""
+        self._find_lease(pick)
+        able = [lane for lane in self._leasing() if lane in self._able()]
+        if able:
+            lane = pick_of(able, pick)
+            self._write(lane)
+            self._conclude(lane, "return", fault)
 
     @rule(pick=picks)
     @only_if()
