@@ -219,7 +219,7 @@ class Execution:
         wired = self._wired.get(statement)
         if wired is None:
             wired = self._wired[statement] = Wired(statement)
-        return wired.fetch(self.connection, parameters)
+        return wired.fetch(self.connection, parameters, keep=not is_pooled(self.connection))
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""
