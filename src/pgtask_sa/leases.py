@@ -119,7 +119,8 @@ class Keeper(threading.Thread):
     def _tell(self, name: str, error: Exception) -> None:
         """Tell of an error; the lanes tell when the database is away, anything else is a fault."""
         if not is_blameless(error) and sqlstate(error) != UNDEFINED_TABLE:
-            self.events.emit(name, headline(error), level=logging.ERROR)
+            told = headline(error, values=self.events.shows_values)
+            self.events.emit(name, told, level=logging.ERROR)
 
     def _prolong(self, lease: Lease) -> float:
         """Renew one lease; return the seconds until the next time."""
@@ -222,7 +223,11 @@ class LeasedRuns:
         if self.execution.cut:
             raise Stopped
         if self.execution.ground.status() == TransactionStatus.INERROR:
-            raise TaskFailed("the handler swallowed a database error in its last transaction")
+            cause = self.connection.info.get(TROUBLE)
+            what = headline(cause, values=self.events.shows_values) if cause else "unknown"
+            raise TaskFailed(
+                f"the handler swallowed a database error in its last transaction: {what}"
+            ) from cause
         session.flush()
         if session.connection().execute(self._finish_statement, lease.key).first() is None:
             lease.lost = True
