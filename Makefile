@@ -28,11 +28,12 @@ check: $(READY) ## lint, formatting, types, import rules
 	@echo "mypy" && $(BIN)/mypy
 	@echo "lint-imports" && $(BIN)/lint-imports
 
-bench: $(READY) ## measure against the same work in bare psycopg
+bench: $(READY) ## every figure of docs/benchmarks.md anew, about 25 minutes; ARGS="--quick" for two
+	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/python -m pip install -qq --editable ".[dev,bench]"
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 
 soak: $(READY) ## the model of the queue for ten minutes, then ten minutes of steady load under a snapshot
-	@PGTASK_MODEL_SECONDS=600 $(BIN)/python -m pytest -s tests/test_model.py
+	@PGTASK_MODEL_SECONDS=600 PGTASK_MODEL_SHRINK=1 $(BIN)/python -m pytest -s tests/test_model.py
 	@$(BIN)/python tests/benchmarks/soak.py $(ARGS)
 
 matrix: $(READY) ## run the tests on each SQLAlchemy and PostgreSQL that this machine offers

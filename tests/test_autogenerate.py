@@ -132,6 +132,14 @@ class DeadJob(DeadTaskMixin, Base):
     __tablename__ = "dead_job"
 """
 
+FAIR = PLAIN.replace(
+    """__tablename__ = "job"
+""",
+    """__tablename__ = "job"
+    __fair_by__ = "tenant_id"
+""",
+)
+
 LONG_NAME = PLAIN.replace('"job"', '"' + "任" * 21 + '"')
 
 NOTHING = """
@@ -143,6 +151,7 @@ class Base(DeclarativeBase):
 
 MODELS = {
     "plain": PLAIN,
+    "turns by a column": FAIR,
     "enum": ENUM,
     "two enums": TWO_ENUMS,
     "hstore": HSTORE,
@@ -260,6 +269,8 @@ DAMAGE = {
     "no storage": "alter table job reset (autovacuum_vacuum_threshold)",
     "other storage": "alter table job set (autovacuum_vacuum_threshold = 7)",
     "no index": "drop index job_ready_idx",
+    "older index": "drop index job_ready_idx;"
+    " create index job_ready_idx on job (task_type, ticket) where run_at is null",
 }
 
 
@@ -276,6 +287,37 @@ def test_damage_is_found_and_repaired(project: UserProject, plain_db_url: str, d
     if damage == DAMAGE["no trigger"]:
         damaged["functions"] = []  # one without a trigger is as good as none
     assert _normal(restored) == _normal(damaged)
+
+
+OLDER = (
+    "alter table job drop column priority",  # and with it the indexes
+    "alter table dead_job drop column priority",
+    "create index job_ready_idx on job (task_type, ticket) where run_at is null",
+    "create index job_due_idx on job (task_type, run_at) where run_at is not null",
+)
+
+
+def test_tables_of_an_older_version_are_brought_up_to_date(
+    project: UserProject, plain_db_url: str
+) -> None:
+    """Tasks that wait in tables without a priority have one after the next migration."""
+    _execute(plain_db_url, *OLDER, "insert into job (task_type, tenant_id) values ('A', 1)")
+    indexes = _indexes(plain_db_url)
+    done = project.alembic("revision --autogenerate -m priorities", "upgrade head", "check")
+    assert CLEAN in done
+    assert {"job_due_idx": "(priority, task_type, run_at)"}.items() <= _indexes(
+        plain_db_url
+    ).items()
+    with _connect(plain_db_url) as connection:
+        assert 0 == connection.scalar(text("select priority from job"))
+    project.alembic("downgrade -1")
+    assert indexes == _indexes(plain_db_url)
+
+
+def _indexes(url: str) -> dict[str, str]:
+    query = "select indexname, substring(indexdef from '[(][^)]*[)]') from pg_indexes"
+    with _connect(url) as connection:
+        return dict(connection.execute(text(f"{query} where tablename = 'job'")).all())
 
 
 def test_check_reports_a_missing_trigger(project: UserProject, plain_db_url: str) -> None:

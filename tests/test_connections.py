@@ -11,6 +11,7 @@ from waiting import let_pass
 
 from pgtask_sa import Task
 from pgtask_sa.engines import database_url, worker_engine
+from pgtask_sa.ground import Ground
 from pgtask_sa.lanes import _never_again
 
 if TYPE_CHECKING:
@@ -210,3 +211,20 @@ def test_an_idle_worker_holds_a_connection_for_each_lane_and_two_more(db_url):
     with running:
         running.until_idle()
         running.until(lambda: [(3 + 3 + 2,)] == running.rows(held))
+
+
+def test_a_connection_out_of_its_pool_has_no_handler(db_url):
+    """What listens or notes for the worker opens no savepoint on the lane that came after it."""
+    engine = worker_engine(database_url(db_url), 1)
+    aside = engine.connect()
+    driver = aside.connection.driver_connection
+    aside.detach()
+    with engine.connect() as lane, lane.begin():
+        ground = Ground(lane)
+        with ground:
+            driver.execute("select 1")
+            assert not ground.open
+            lane.connection.driver_connection.execute("select 1")
+            assert ground.open
+    aside.close()
+    engine.dispose()

@@ -568,6 +568,12 @@ class TestTables:
         (found,) = _unwell(url)
         assert "task_due_idx is not valid: claims read the whole table" == found.message
 
+    def test_an_index_of_an_older_version(self, url, sql):
+        """Its name alone does not make it serve the claims."""
+        sql("drop index task_due_idx", "create index task_due_idx on task (task_type, run_at)")
+        (found,) = _unwell(url)
+        assert "task_due_idx has other columns: claims read the whole table" == found.message
+
     def test_dead_rows(self, url, sql, admin):
         """Many more than there are tasks."""
         sql("alter table task set (autovacuum_enabled = off)")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from claiming import claimer, ids, sweep, sweep_all
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from plans import explain
 from sqlalchemy import Index, Text, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -301,3 +303,77 @@ def test_without_the_index_a_turn_reads_everything(crowded: Engine) -> None:
         plan = explain(connection, claim, **given)
         connection.rollback()
     assert plan.rows_touched >= 10_000
+
+
+# -- a whole worker ------------------------------------------------------------------------------
+
+
+def test_a_worker_takes_turns_by_tenant(jobs: Engine, db_url: str) -> None:
+    """With `fair_by` the tenants of a drain come in rounds, sync and async tasks alike."""
+    ran: list[Any] = []
+    tasks = TaskRegistry(task_class=Job)
+
+    @tasks.handler("A")
+    def plain(session: Any, params: Any, task: Any) -> None:
+        ran.append(task.columns["tenant"])
+
+    @tasks.handler("B")
+    async def awaited(session: Any, params: Any, task: Any) -> None:
+        ran.append(task.columns["tenant"])
+
+    for kind in ("A", "B"):
+        fill(jobs, 20, "crowd", kind)
+        fill(jobs, 2, "few", kind)
+    worker = Worker(tasks, db_url, concurrency=1, drain=True, fair_by=Job.tenant)
+    assert 0 == worker.run()
+    assert {"crowd": 40, "few": 4} == Counter(ran)
+    assert "few" not in ran[14:]
+
+
+# -- several lanes -------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2), st.sampled_from(["claim", "claim", "commit", "rollback"])),
+    max_size=30,
+)
+ROWS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c", None]), st.integers(-1, 1), st.booleans()),
+    min_size=1,
+    max_size=15,
+)
+
+
+def play(engine: Engine, steps: list[tuple[int, str]], batch_size: int) -> list[int]:
+    """Let three lanes claim, commit and roll back; return what was committed."""
+    done: list[int] = []
+    held: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    lanes = [keyed(batch_size=batch_size) for _ in held]
+    connections = [engine.connect() for _ in held]
+    for who, action in steps:
+        if action == "claim":
+            held[who] += ids(sweep(connections[who], lanes[who]))
+        else:
+            getattr(connections[who], action)()
+            done += held[who] if action == "commit" else []
+            held[who] = []
+        running = [task_id for several in held.values() for task_id in several]
+        assert len(running) == len(set(running) - set(done))
+    for connection in connections:
+        connection.close()
+    return done
+
+
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(rows=ROWS, steps=STEPS, batch_size=st.sampled_from([1, 4]))
+def test_any_interleaving(jobs: Engine, rows: Any, steps: Any, batch_size: int) -> None:
+    """However lanes interleave: no task is claimed twice, none is lost, priorities are strict."""
+    with jobs.begin() as connection:
+        connection.execute(text("truncate job restart identity"))
+    for tenant, priority, is_planned in rows:
+        fill(jobs, 1, tenant, priority=priority, run_at="now()" if is_planned else "null")
+    done = play(jobs, steps, batch_size)
+    rest = [row for several in sweep_all(jobs, keyed(batch_size=batch_size)) for row in several]
+    assert sorted(row.priority for row in rest) == [row.priority for row in rest]
+    assert list(range(1, len(rows) + 1)) == sorted(done + ids(rest))

@@ -10,6 +10,7 @@ from sqlalchemy import event, text
 from sqlalchemy.orm import Session
 from waiting import wait_until
 
+from pgtask_sa import Task, TaskSession
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.ground import Ground
 
@@ -138,6 +139,40 @@ def test_a_savepoint_that_was_asked_for_in_vain(lane: Connection):
     ground.keep()
     ground.close()
     assert [] == marks(lane)
+
+
+SETTINGS = {  # statement: whether the connection is to be given up, whether to be put right
+    "select set_config('search_path', 'a', false)": (True, True),
+    "select set_config('search_path', lower('A'), true)": (False, True),
+    "select set_config('a.b', '1', true), set_config('a.c', '1', false)": (True, True),
+    "select set_config('a.b', '1', true), set_config('a.c', '1', true)": (False, True),
+    "select set_config('a.b', '1', (true and false))": (True, True),
+    "set local work_mem = '1MB'": (False, True),
+    "set work_mem = '1MB'": (True, True),
+    "select 1": (False, False),
+}
+
+
+@pytest.mark.parametrize("statement", SETTINGS)
+def test_what_a_handler_sets(lane: Connection, statement: str):
+    """What is for its transaction only costs it no connection."""
+    ground = Ground(lane)
+    with ground:
+        lane.execute(text(statement))
+    assert SETTINGS[statement] == (ground.moved, ground.shifted)
+    ground.close()
+
+
+def test_an_enqueue_that_may_have_to_wait(engine: Engine, lane: Connection):
+    """It sets a limit and sets it back: the lane's connection is as before."""
+    Task.metadata.create_all(engine)
+    ground = Ground(lane)
+    with ground, TaskSession(lane, join_transaction_mode="create_savepoint") as session:
+        session.enqueue("A", {"i": 1}, coalesce=True)
+        session.commit()
+        assert 1 == session.scalar(text("select count(*) from task"))
+    assert (False, False) == (ground.moved, ground.shifted)
+    ground.close()
 
 
 def test_why_the_server_ended_the_connection(engine: Engine, lane: Connection):

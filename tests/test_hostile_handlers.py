@@ -93,6 +93,20 @@ def test_writes_past_the_session_are_undone(sync_sweeper):
     assert ([], [("A", 2, "failed")]) == (sync_sweeper.marks(), sync_sweeper.dead())
 
 
+def test_a_transaction_aborted_past_the_session_counts(sync_sweeper):
+    """No savepoint is open then, so the attempt is counted when all is rolled back."""
+    starts = []
+
+    @sync_sweeper.handler(max_attempts=2)
+    def body(session, params, task):
+        starts.append(task.attempt)
+        session.get_bind().connection.driver_connection.pgconn.exec_(b"select 1/0")
+
+    sync_sweeper.enqueue()
+    sync_sweeper.drain()
+    assert ([1, 2], [("A", 2, "failed")]) == (starts, sync_sweeper.dead())
+
+
 def test_a_half_read_stream_does_not_hang_the_lane(sync_sweeper):
     """A query of the handler that still runs on the driver is a failed attempt."""
     kept = []

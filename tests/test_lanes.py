@@ -14,6 +14,7 @@ from sqlalchemy import Enum, MetaData, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from pgtask_sa import DeadTaskMixin, TaskMixin, TaskRegistry
+from pgtask_sa.ground import LENDER
 
 
 @pytest.mark.parametrize("how", ["raises", "at commit"])
@@ -79,16 +80,13 @@ def test_a_commit_whose_answer_is_lost(db_url, proxy, kind):
         calls.append(params["i"])
         session.execute(text("insert into mark values (:i)"), params)
         if params["i"] == 1:
-            driver = session.connection().connection.driver_connection
-            driver.commit = partial(stalled if kind == "sync" else stalled_async, driver.commit)
+            ground = session.connection().info[LENDER]
+            ground._execute = partial(stalled, ground._execute)
 
-    def stalled(commit):
-        proxy.stall("down")
-        commit()
-
-    async def stalled_async(commit):
-        proxy.stall("down")
-        await commit()
+    def stalled(execute, statement):
+        if "COMMIT" in statement:
+            proxy.stall("down")
+        execute(statement)
 
     async def awaited(session, params):
         await session.run_sync(body, params)
@@ -104,7 +102,8 @@ def test_a_commit_whose_answer_is_lost(db_url, proxy, kind):
         running.until(lambda: [1, 2] == running.marks())
         running.until_empty()
     assert ([1, 2], []) == (calls, running.dead())
-    assert ["commit.unknown"] == running.told("commit.unknown")
+    unknown = [e.fields["task_ids"] for e in running.events if e.name == "commit.unknown"]
+    assert [[1]] == unknown
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])

@@ -143,6 +143,18 @@ def test_what_others_hold_is_skipped(engine: Engine, order: Any) -> None:
     assert [1, 1, 0] == [len(rows) for rows in found]
 
 
+def test_a_worker_runs_in_the_order_of_an_expression(engine: Engine, db_url: str) -> None:
+    """A worker's batches run in the order of an expression over params."""
+    ran: list[int] = []
+    tasks = TaskRegistry()
+    tasks.handler("A")(lambda session, params: ran.append(params["urgency"]))
+    for urgency in (5, 2, 9, 1, 7):
+        enqueue(engine, "A", params=f"""'{{"urgency": {urgency}}}'""")
+    options = {"concurrency": 1, "drain": True, "batch_size": 3}
+    assert 0 == Worker(tasks, db_url, priority=URGENCY, **options).run()
+    assert [1, 2, 5, 7, 9] == ran
+
+
 # -- what is refused -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ import pytest
 from claiming import claimer, fill, ids, sweep, sweep_all
 from sqlalchemy import create_engine, event, text
 
-from pgtask_sa import ConfigurationError
+from pgtask_sa import ConfigurationError, TaskRegistry, Worker
 from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.turns import SURVEY_INTERVAL, Turns
 
@@ -331,3 +331,17 @@ def test_held_crowds_do_not_hide_others(db_url: str) -> None:
         fill(engine, 1, kinds[-1])
         assert [kinds[-1]] == [row.task_type for row in sweep(other, claimer(kinds))]
     engine.dispose()
+
+
+def test_a_worker_runs_by_priority_and_weight(engine: Engine, db_url: str) -> None:
+    """A worker honours the priority of each task first, and then the weights of types."""
+    ran: list[str] = []
+    tasks = TaskRegistry()
+    for kind in "AB":
+        tasks.handler(kind)(lambda session, params, task: ran.append(task.task_type))
+        fill(engine, 40, kind)
+    with_priority(engine, -1, 3, "B")
+    options = {"concurrency": 1, "drain": True, "weights": {"A": 3}}
+    assert 0 == Worker(tasks, db_url, **options).run()
+    assert ["B"] * 3 == ran[:3]
+    assert 29 <= ran[3:43].count("A") <= 31

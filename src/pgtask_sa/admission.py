@@ -77,7 +77,9 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        self.face.aside(lambda: self.presence.note(self.entry, batch))
+        rest = self.presence.note(self.entry, batch, self.face.patience)
+        if rest is not None:
+            self.face.aside(rest)
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:

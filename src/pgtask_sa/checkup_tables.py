@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import text
+from sqlalchemy import Index, text
 
 from pgtask_sa import doctor, migrations, reports
 from pgtask_sa.autogenerate import VERSION_TABLE
@@ -64,7 +64,11 @@ def check_dangers(patient: Patient) -> Iterator[Finding]:
 
 _INDEXES = text(
     """
-    select cast(c.relname as text) as name, i.indisvalid as valid
+    select cast(c.relname as text) as name, i.indisvalid as valid,
+           array(select cast(attname as text)
+                   from unnest(i.indkey) with ordinality as part(number, place)
+                   join pg_attribute on attrelid = i.indrelid and attnum = part.number
+                  order by part.place) as columns
       from pg_index as i join pg_class as c on c.oid = i.indexrelid where i.indrelid = :oid
     """
 )
@@ -73,16 +77,27 @@ _INDEXES = text(
 def check_indexes(patient: Patient) -> Iterator[Finding]:
     """Check that the indexes of the mapping are there, and work."""
     rows = patient.connection.execute(_INDEXES, {"oid": patient.facts["task"].row.oid})
-    valid = {row.name: row.valid for row in rows}
-    bad = [
-        str(index.name) for index in patient.tables.task.indexes if not valid.get(str(index.name))
-    ]
-    for name in sorted(bad):
-        state = "is not valid" if name in valid else "is missing"
+    found = {row.name: row for row in rows}
+    states = {
+        str(index.name): _state(index, found.get(str(index.name)))
+        for index in patient.tables.task.indexes
+    }
+    for name in sorted(name for name in states if states[name]):
         remedy = "drop it and let your migrations create it, concurrently"
-        yield warning("indexes", f"{name} {state}: claims read the whole table", remedy)
-    if not bad:
+        yield warning("indexes", f"{name} {states[name]}: claims read the whole table", remedy)
+    if not any(states.values()):
         yield ok("indexes", "all there")
+
+
+def _state(index: Index, found: Any) -> str | None:
+    """Say what is wrong with an index, if anything is."""
+    if found is None:
+        return "is missing"
+    if not found.valid:
+        return "is not valid"
+    wanted = [column.name for column in index.columns]
+    is_plain = len(wanted) == len(index.expressions)
+    return "has other columns" if is_plain and wanted != found.columns else None
 
 
 def check_own_columns(patient: Patient) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from operator import itemgetter
 from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from sqlalchemy import ColumnElement, Executable, Table, func
@@ -22,6 +23,8 @@ Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Row: TypeAlias = "Mapping[Any, Any]"  # a claimed one
 Pair: TypeAlias = "tuple[int, str]"  # priority and task type
 Ask: TypeAlias = "tuple[Executable, dict[str, Any]]"
+
+pair_of = itemgetter("priority", "task_type")
 
 
 @dataclass(frozen=True)
@@ -145,8 +148,10 @@ class InTurns(Protocol):
     def claim(self, asked: Sequence[Pair], types: Sequence[str]) -> tuple[Ask, Sequence[Pair]]:
         """Return a statement with its parameters, and of which pairs it takes: the first ones."""
 
-    def in_order(self, rows: Sequence[Row], asked: Sequence[Pair]) -> list[Row]:
-        """Return what was claimed in the order in which it is to run."""
+    def in_order(
+        self, rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
+        """Return what was claimed, so many of each pair, in the order in which it is to run."""
 
 
 class ByType:
@@ -169,12 +174,14 @@ class ByType:
         return (self.chance.choice(self.claims), parameters), asked
 
     @staticmethod
-    def in_order(rows: Sequence[Row], asked: Sequence[Pair]) -> list[Row]:
+    def in_order(
+        rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
         """Sort by the place of each pair."""
-        if len(rows) < 2:  # noqa: PLR2004
+        if len(taken) < 2:  # noqa: PLR2004
             return list(rows)
         place = {pair: i for i, pair in enumerate(asked)}
-        return sorted(rows, key=lambda row: place.get((row["priority"], row["task_type"]), -1))
+        return sorted(rows, key=lambda row: place.get(pair_of(row), -1))
 
 
 class ByKey:
@@ -205,12 +212,14 @@ class ByKey:
         }
         return (self.chance.choice(self.claims), parameters), led
 
-    def in_order(self, rows: Sequence[Row], asked: Sequence[Pair]) -> list[Row]:
+    def in_order(
+        self, rows: Sequence[Row], asked: Sequence[Pair], taken: Mapping[Pair, int]
+    ) -> list[Row]:
         """Sort by the place in the claim, and move the cursors."""
         if self.by_level:
             ordered = sorted(rows, key=lambda row: row[PLACE])
         else:
-            ordered = self.lottery.in_order(rows, asked)
+            ordered = self.lottery.in_order(rows, asked, taken)
             self.cursors.setdefault(asked[0][0], None)
         for row in ordered:
             if row[IS_READY]:

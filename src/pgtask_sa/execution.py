@@ -291,6 +291,8 @@ class Execution:
         """Write the outcome in the transaction that holds the claim."""
         if error is None:
             return Verdict("done")
+        if not self.ground.open and self.ground.status() == TransactionStatus.INERROR:
+            raise TransactionLost(claimed, error)  # aborted past the session: nothing to go back to
         try:
             self.ground.undo()
         except psycopg.Error as gone:
@@ -347,12 +349,8 @@ class Execution:
             error = self.ground.reason(raised) or raised
             lost = self.ground.status() == TransactionStatus.UNKNOWN or _is_invalid(raised)
             if lost and sqlstate(error) not in TIME_LIMITS:
-                self.events.emit(
-                    "commit.unknown",
-                    "the connection was lost during COMMIT: what is still in the table runs again",
-                    level=logging.WARNING,
-                    task_ids=[claimed.task_id for claimed in batch],
-                )
+                if batch:
+                    self._tell_unknown(batch)
                 self._give_up(transaction)
                 raise
             self._roll_back(transaction)
@@ -361,6 +359,14 @@ class Execution:
             self._find_culprit(batch, error)
             return False
         return True
+
+    def _tell_unknown(self, batch: list[Claimed]) -> None:
+        self.events.emit(
+            "commit.unknown",
+            "the connection was lost during COMMIT: what is still in the table runs again",
+            level=logging.WARNING,
+            task_ids=[claimed.task_id for claimed in batch],
+        )
 
     def _commit_checked(
         self, transaction: Any, batch: list[Claimed], finished: list[Report]

@@ -18,11 +18,14 @@ from pgtask_sa.handlers import Handler
 from pgtask_sa.settle import Claimed
 from pgtask_sa.watchdog import Guarded, Watchdog
 
+PATIENCE = 0.002  # seconds that the event loop may stand still, rather than change the thread
 SECOND_GRACE = 2.0  # for a coroutine that was cancelled, until its connection is cut
 
 
 class SyncFace:
     """Plain functions, called in the lane's own thread."""
+
+    patience: float | None = None
 
     def __init__(
         self,
@@ -58,6 +61,8 @@ class SyncFace:
 
 class AsyncFace:
     """Coroutine functions, awaited on the event loop from within the synchronous code."""
+
+    patience: float | None = PATIENCE
 
     def __init__(
         self,

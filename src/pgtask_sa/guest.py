@@ -129,6 +129,8 @@ def _makers(
 class _Faces:
     """Calls handlers of both kinds, without time limits: the worker's cut the connection."""
 
+    patience: float | None = None
+
     def __init__(
         self,
         connection: Connection,

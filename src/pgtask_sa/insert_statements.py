@@ -28,7 +28,9 @@ from sqlalchemy import (
     exists,
     func,
     literal,
+    literal_column,
     select,
+    true,
     values,
 )
 from sqlalchemy.dialects.postgresql import HSTORE, JSONB, array
@@ -212,12 +214,16 @@ def silence_wakeup() -> Select[Any]:
 
     A two-phase transaction that has notified cannot be prepared.
     """
-    return select(func.set_config("pgtask.notify", "off", True))
+    return select(func.set_config(_text("pgtask.notify"), _text("off"), true()))
 
 
 def set_lock_timeout(value: str) -> Select[Any]:
     """Return the statement that sets ``lock_timeout`` until the transaction ends."""
-    return select(func.set_config("lock_timeout", value, True))
+    return select(func.set_config(_text("lock_timeout"), value, true()))
+
+
+def _text(constant: str) -> ColumnElement[Any]:
+    return literal_column(f"'{constant}'", Text)
 
 
 def any_insert(task_class: type[Any]) -> Insert:

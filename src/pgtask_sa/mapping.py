@@ -179,9 +179,8 @@ def _add_fair_index(mapper: Mapper[Any], kind: type[Any], table: Table) -> None:
         raise ConfigurationError(
             f"{kind.__name__}: __fair_by__ must be the name of a column, got {name!r}"
         )
-    key, c = mapper.columns[name], table.c
-    ready = c.run_at.is_(None)
-    Index(index_name(table, "fair"), c.priority, key, c.ticket, postgresql_where=ready)
+    parts = (table.c.priority, mapper.columns[name], table.c.ticket)
+    Index(index_name(table, "fair"), *parts, postgresql_where=table.c.run_at.is_(None))
 
 
 def fair_key(task_class: type[Any], fair_by: Any) -> str:
@@ -196,9 +195,9 @@ def fair_key(task_class: type[Any], fair_by: Any) -> str:
         pgtask_sa.errors.ConfigurationError: fair_by: 'tenant_id' is no column of Task
     """
     table, columns = task_table(task_class), task_class.__mapper__.columns
-    name = fair_by if isinstance(fair_by, str) else getattr(fair_by, "key", None)
-    is_own = isinstance(fair_by, str) or getattr(fair_by, "class_", None) is task_class
-    if not isinstance(name, str) or name not in columns or not is_own:
+    is_own = getattr(fair_by, "class_", None) is task_class
+    name = fair_by.key if is_own else fair_by
+    if not isinstance(name, str) or name not in columns:
         raise ConfigurationError(f"fair_by: {fair_by!r} is no column of {task_class.__name__}")
     column = str(columns[name].name)
     if not any(_serves_turns(index, column) for index in table.indexes):

@@ -25,8 +25,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
+import psycopg
 from sqlalchemy import Connection, Engine, Executable, Table
 
 from pgtask_sa import presence_statements as statements
@@ -35,7 +37,7 @@ from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import is_blameless
 from pgtask_sa.settle import Claimed
-from pgtask_sa.wire import Wired, checked
+from pgtask_sa.wire import Wired, answers_within, checked, results
 
 T = TypeVar("T")
 
@@ -117,27 +119,32 @@ class Presence:
             return True
         return bool(named) and any(claimed.task_id in named for claimed in batch)
 
-    def note(self, lane: int, batch: Sequence[Claimed]) -> None:
+    def note(
+        self, lane: int, batch: Sequence[Claimed], patience: float | None = None
+    ) -> Callable[[], None] | None:
         """Commit what a lane is about to run.
+
+        With ``patience``, in seconds, it takes hardly longer than that: what it returns then, if
+        anything, does the rest, and may be called in another thread.
 
         Raises:
             psycopg.Error: it could not be committed; nothing of it may be run.
         """
         if not self._is_direct:
-            return
+            return None
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
-        with self._lock:
-            self._send(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
-            self._flying.add(lane)
+        values = self._values(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
+        if patience is None:
+            self._write_surely(values)
+            return None
+        return self._write_soon(values, patience)
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
         if lane in self._flying:
-            with self._lock:
-                self._send(lane, [], [], None, None)
-                self._flying.discard(lane)
+            self._write_surely(self._values(lane, [], [], None, None))
 
     def is_flying(self, lane: int | None) -> bool:
         """Say whether a lane's row names tasks."""
@@ -230,9 +237,10 @@ class Presence:
 
     # -- the statement of each claim ---------------------------------------------------------------
 
-    def _send(self, lane: int, ids: Any, versions: Any, pid: int | None, begun: Any) -> None:
-        """Write a lane's row."""
-        values = {
+    def _values(
+        self, lane: int, ids: list[int], versions: list[int], pid: int | None, begun: Any
+    ) -> dict[str, Any]:
+        return {
             "worker_id": self.worker_id,
             "lane": lane,
             "task_ids": ids,
@@ -240,7 +248,56 @@ class Presence:
             "backend_pid": pid,
             "begun_at": begun,
         }
-        self._surely(lambda connection: self._write_or_enlist(connection, values))
+
+    def _write_surely(self, values: dict[str, Any]) -> None:
+        """Write a lane's row."""
+        with self._lock:
+            self._surely(lambda connection: self._write_or_enlist(connection, values))
+            self._written(values)
+
+    def _written(self, values: dict[str, Any]) -> None:
+        if values["task_ids"]:
+            self._flying.add(values["lane"])
+        else:
+            self._flying.discard(values["lane"])
+
+    def _write_soon(self, values: dict[str, Any], patience: float) -> Callable[[], None] | None:
+        """Write a lane's row where it was last; return what is to be done if that takes longer."""
+        surely = partial(self._write_surely, values)
+        place = self._places.get(values["lane"])
+        if place is None or not self._lock.acquire(timeout=patience):
+            return surely
+        note = self._note_in_place
+        try:
+            pgconn = self._driver.pgconn
+            given = note.parameters({**values, "place": place})
+            pgconn.send_query_prepared(note.name, given)
+            is_there = answers_within(pgconn, patience)
+        except psycopg.Error:
+            self._lock.release()
+            return surely  # which makes another connection
+        if is_there:
+            return self._read(values)
+        return partial(self._read_surely, values)
+
+    def _read_surely(self, values: dict[str, Any]) -> None:
+        rest = self._read(values)
+        if rest is not None:
+            rest()
+
+    def _read(self, values: dict[str, Any]) -> Callable[[], None] | None:
+        """Read the answer; return what is to be done if it is not good."""
+        try:
+            found = [checked(result) for result in results(self._driver.pgconn)]
+            is_good = bool(found[0].ntuples)
+            if is_good:
+                self._places[values["lane"]] = found[0].get_value(0, 0).decode()
+                self._written(values)
+        except psycopg.Error:
+            is_good = False
+        finally:
+            self._lock.release()
+        return None if is_good else partial(self._write_surely, values)
 
     def _write_or_enlist(self, connection: Connection, values: dict[str, Any]) -> None:
         if not self._write(values):  # somebody took this worker for dead and its rows out

@@ -50,9 +50,7 @@ from pgtask_sa.rows import restored
 
 Now = ColumnElement[Any]
 LONG_AGO = literal_column("'-infinity'", DateTime(timezone=True))  # why: see claim.py
-ONE = literal_column(
-    "1", Integer
-)  # not a parameter: the planner is to know how few rows are wanted
+ONE = literal_column("1", Integer)  # a parameter would not tell the planner how few are wanted
 NEVER = literal_column("'infinity'", DateTime(timezone=True))  # as some plan a task by hand
 
 
@@ -269,13 +267,13 @@ def peek(table: Table, now: Now | None = None) -> Select[Any]:
     past, future = c.run_at.between(LONG_AGO, moment), (c.run_at > moment) & (c.run_at < NEVER)
     due = _next_planned(table, planned, past).lateral("due")
     later = _next_planned(table, planned, future).lateral("later")
-    any_ready = exists(select(literal_column("1")).where(_asked_for(table, ready)))
+    any_ready = exists(select(ONE).where(_asked_for(table, ready)))
     is_planned = _asked_for(table, planned)
-    found: Select[Any] = select(literal_column("1")).select_from(planned.join(due, true()))
+    found: Select[Any] = select(ONE).select_from(planned.join(due, true())).where(is_planned)
     next_due = select(func.min(later.c.run_at)).select_from(planned.join(later, true()))
     seconds = extract("epoch", next_due.where(is_planned).scalar_subquery() - moment)
-    is_ready = or_(any_ready, exists(found.where(is_planned))).label("ready")
-    return select(is_ready, cast(seconds, Double).label("seconds"))
+    ready_now = or_(any_ready, exists(found)).label("ready")
+    return select(ready_now, cast(seconds, Double).label("seconds"))
 
 
 def waiting_kinds(table: Table) -> Select[Any]:

@@ -31,7 +31,17 @@ from typing import TypeAlias
 
 from sqlalchemy import Table
 
-from pgtask_sa.claim_orders import Ask, ByKey, ByType, ClaimOptions, InTurns, Pair, Plain, Row
+from pgtask_sa.claim_orders import (
+    Ask,
+    ByKey,
+    ByType,
+    ClaimOptions,
+    InTurns,
+    Pair,
+    Plain,
+    Row,
+    pair_of,
+)
 from pgtask_sa.statements import survey
 
 Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task type
@@ -173,10 +183,10 @@ class Claimer:
         if self._asked is None:
             self._note_survey({(row["level"], row["kind"]) for row in rows})
             return []
-        taken = Counter((row["priority"], row["task_type"]) for row in rows)
+        taken = Counter(map(pair_of, rows))
         limit, by_level = self.options.batch_size, self._way.by_level
         self.turns.count(self._asked, taken, limit, by_level=by_level)
-        return self._way.in_order(rows, self._asked)
+        return self._way.in_order(rows, self._asked, taken)
 
     def _in_turns(self) -> Iterator[Ask]:
         guesses = [] if self.turns or self._surveyed is None else self._guesses()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tally import Tally
 
 NAME = "bare psycopg"
+DATABASE = "bare"
 
 SCHEMA = """
 drop table if exists task, user_rows;
@@ -86,7 +87,7 @@ def _run_all(connection: psycopg.Connection[Any], take: str, tally: Tally) -> No
             for _task_id, kind, params in rows:
                 if kind == "row":
                     connection.execute(ROW, (params["i"],), prepare=True)
-                tally.hit(params["i"] if "stamp" in kind else None)
+                tally.hit(params["i"] if kind == "stamp" else None)
             connection.execute("commit")
             if not rows:
                 return

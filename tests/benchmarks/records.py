@@ -20,9 +20,8 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from bench import LANES, LOCK, SETTINGS, SPAWN
 from ours import handlers, reset
-from postgres_server import PostgresServer
+from stage import LANES, LOCK, SETTINGS, SPAWN, PostgresServer
 from tally import Tally
 
 from pgtask_sa import Worker
@@ -146,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="pairs of drains (default: 8)")
     parser.add_argument("--kinds", nargs="+", default=["noop", "async_noop"])
-    parser.add_argument("--batches", nargs="+", type=int, choices=LANES, default=list(LANES))
+    parser.add_argument("--batches", nargs="+", type=int, choices=TASKS, default=list(TASKS))
     parser.add_argument("--json", metavar="FILE", help="write everything to this file")
     arguments = parser.parse_args()
     with LOCK.open("a") as lock, PostgresServer(fsync=True, settings=SETTINGS) as server:

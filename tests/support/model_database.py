@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from model_fates import Fate
-from sqlalchemy import create_engine, text
+from sqlalchemy import UniqueConstraint, create_engine, text
+from sqlalchemy.orm import DeclarativeBase
 from waiting import wait_until
 
-from pgtask_sa import statements
+from pgtask_sa import DeadTaskMixin, TaskMixin, statements
+from pgtask_sa.cancel import Canceller
 from pgtask_sa.engines import database_url
-from pgtask_sa.errors import TaskFailed
-from pgtask_sa.events import Events
 from pgtask_sa.presence_table import worker_table
-from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Settler, Tables
+from pgtask_sa.settle import Tables
 
 # Deferred, so that a handler can write what only fails at the end.
 EFFECT = """create table if not exists effect
@@ -26,11 +25,30 @@ KILL = "select pg_terminate_backend(pid) from unnest(cast(:pids as int[])) as pi
 ALIVE = "select count(*) from pg_stat_activity where pid = any(:pids)"
 
 FREE = "select task_id from {task} for update skip locked"
+# Who deletes or locks a row leaves its number there. To look must not lock: that is to be seen.
 ALL = """
+    with open as materialized
+        ( select cast(transactionid::text as bigint) as xid
+            from pg_locks where locktype = 'transactionid' and granted )
     select case when lease_token is null then 'waiting' else 'leased' end, task_id, attempts, '',
-           run_at is null or run_at <= clock_timestamp() from {task}
-    union all select 'dead', task_id, attempts, reason, false from {dead}
-    union all select 'effect', task_id, n, '', false from effect"""
+           run_at is null or run_at <= clock_timestamp(),
+           cast({task}.xmax::text as bigint) in (select xid from open)
+      from {task}
+    union all select 'dead', task_id, attempts, reason, false, false from {dead}
+    union all select 'effect', task_id, n, '', false, false from effect"""
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class UniqueTask(TaskMixin, Base):
+    __tablename__ = "unique_task"
+    __table_args__ = (UniqueConstraint("task_type", "params"),)
+
+
+class DeadUniqueTask(DeadTaskMixin, Base):
+    __tablename__ = "dead_unique_task"
 
 
 @dataclass
@@ -40,7 +58,7 @@ class Seen:
     fates: dict[int, Fate]  # of every task that is in one of the tables
     effects: dict[int, frozenset[int]]  # of every task that has some
     locked: set[int]
-    ready: set[int]  # could be claimed now
+    ready: set[int]  # could be claimed now; also what several callers hold together
 
 
 class ModelDatabase:
@@ -48,15 +66,20 @@ class ModelDatabase:
 
     def __init__(self, url: str, task_class: type[Any]) -> None:
         self.url = database_url(url)
+        self.task_class = task_class
         self.tables = Tables(task_class)
         self.compiled: dict[Any, Any] = {}  # statements, for all engines of all processes
         self.admin = create_engine(self.url)
+        self._eye = self.admin.connect().execution_options(isolation_level="AUTOCOMMIT")
         self.execute(EFFECT)
+        task_class.metadata.create_all(self.admin)
         names = {"task": self.tables.task.fullname, "dead": self.tables.dead.fullname}
+        self._there = text("select task_id from {task}".format(**names))
         self._free = text(FREE.format(**names))
         self._all = text(ALL.format(**names))
 
     def close(self) -> None:
+        self._eye.close()
         self.admin.dispose()
 
     def execute(self, statement: str, **values: Any) -> None:
@@ -72,29 +95,33 @@ class ModelDatabase:
     def kill(self, pids: set[int]) -> None:
         """End server processes, and wait until they are gone."""
         given = {"pids": list(pids)}
-        self.execute(KILL, **given)
-        with self.admin.connect() as connection:
-            connection.execution_options(isolation_level="AUTOCOMMIT")
-            wait_until(lambda: not connection.scalar(text(ALIVE), given), interval=0.001)
+        self._eye.execute(text(KILL), given)
+        alive = text(ALIVE)
+        wait_until(lambda: not self._eye.scalar(alive, given), timeout=60, interval=0.001)
 
     # -- looking -------------------------------------------------------------------------------
 
     def look(self) -> Seen:
-        """Return what is there."""
-        with self.admin.connect() as connection:
-            free = set(connection.scalars(self._free))
-            rows = connection.execute(self._all).all()
+        """Return what is there, without a trace."""
+        rows = self._eye.execute(self._all).all()
         seen = Seen({}, self._effects(rows), set(), set())
-        for place, task_id, count, reason, is_ready in rows:
+        for place, task_id, count, reason, is_ready, is_locked in rows:
             if place == "effect":
                 continue
             assert task_id not in seen.fates, f"in two places: task {task_id}"
             effects = seen.effects.get(task_id, frozenset())
             seen.fates[task_id] = Fate(place, count, reason, effects)
-            if place != "dead":
-                (seen.ready if task_id in free and is_ready else set()).add(task_id)
-                (set() if task_id in free else seen.locked).add(task_id)
+            if is_locked:
+                seen.locked.add(task_id)
+            elif is_ready:
+                seen.ready.add(task_id)
         return seen
+
+    def locked(self) -> set[int]:
+        """Return the tasks whose rows cannot be locked; this leaves a trace on all others."""
+        with self.admin.connect() as connection:
+            there = set(connection.scalars(self._there))
+            return there - set(connection.scalars(self._free))
 
     @staticmethod
     def _effects(rows: Sequence[Any]) -> dict[int, frozenset[int]]:
@@ -107,20 +134,21 @@ class ModelDatabase:
 
     # -- touching ------------------------------------------------------------------------------
 
-    def requeue(self, task_id: int) -> None:
-        """Bring a dead task back, as the command does."""
+    def requeue(self, task_id: int) -> bool:
+        """Bring a dead task back, as the command does; False: an equal one is there already."""
         task, dead = self.tables.task, self.tables.dead
         with self.admin.begin() as connection:
             statement = statements.requeue(task, dead, dead.c.task_id == task_id)
-            assert [task_id] == list(connection.scalars(statement))
+            return list(connection.scalars(statement)) == [task_id]
 
-    def cancel(self, task_id: int) -> None:
-        """Bury a task that waits, or that is leased."""
-        with self.admin.begin() as connection:
-            settler = Settler(connection, self.tables, {}, Events())
-            (claimed,) = settler.reclaim(task_id)
-            verdict = Verdict("bury", claimed.attempts, reason="cancelled")
-            settler.write(claimed, verdict, TaskFailed("cancelled"))
+    def cancel(self, task_id: int) -> str:
+        """Cancel a task as the command does; return in what state it was."""
+        with self.admin.connect() as connection:
+            return Canceller(connection, self.task_class).cancel(task_id).found
+
+    def analyze(self) -> None:
+        """Let the planner know how few tasks there are."""
+        self.execute(f"analyze {self.tables.task.fullname}")
 
     def end_lease(self, task_id: int) -> None:
         """Let the time of a lease run out."""

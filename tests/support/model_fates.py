@@ -29,6 +29,7 @@ class Work:
     has_double: bool = False  # breaks a deferred constraint
     keeps_double: bool = False
     has_swallowed: bool = False  # a database error
+    is_spoiled: bool = False  # by one below its session, which cannot be rolled back
     outcome: str | None = None
 
     def keep(self) -> None:
@@ -41,7 +42,12 @@ class Work:
     def undo(self) -> None:
         """Roll the session back."""
         self.effects, self.children = [], []
-        self.has_double = self.has_swallowed = False
+        self.has_double, self.has_swallowed = False, self.is_spoiled
+
+    def is_untouched(self) -> bool:
+        """Say whether it has done nothing with its session that stands."""
+        done = self.effects + self.kept + self.children + self.kept_children
+        return not (done or self.has_double or self.keeps_double or self.has_swallowed)
 
     def returns(self) -> str:
         """Return the outcome when the handler returns."""
@@ -59,11 +65,13 @@ class Job:
     task_type: str
     max_attempts: int
     is_leased: bool
-    key: Any = None  # equal tasks that coalesce have the same
+    key: Any = None  # equal tasks, of those that coalesce or must be unique, have the same
     fates: set[Fate] = field(default_factory=lambda: {Fate("waiting")})
     holder: Any = None  # the lane in whose transaction it is
     owner: Any = None  # the lane that has its lease
     version: int = 0  # of the row: the next one with every commit
+    settled: int = 0  # how often it was settled; a lease ends with the next time
+    deaths: int = 0  # of workers, which the lane that holds it has found
     starts: int = 0
     forgiven: int = 0  # starts that need not count
 
@@ -81,6 +89,7 @@ class Job:
         """Note a commit that wrote its row."""
         self.fates = fates
         self.version += 1
+        self.settled += 1
 
     # -- what an outcome makes of it ---------------------------------------------------------------
 

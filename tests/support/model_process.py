@@ -2,7 +2,8 @@
 
 A process is some lanes, each a thread while it claims; they stop inside a handler until the test
 says what the handler is to do. Every round trip to the server is counted, so that the process can
-be made to die, or to lose its connection, just before any of them or just after.
+be made to die, or to lose its connection, just before any of them or just after; or another process
+gets its turn at that moment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
 from pgtask_sa.faces import SyncFace
+from pgtask_sa.ground import Ground
 from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Settler
@@ -36,7 +38,9 @@ from pgtask_sa.solitude import Gate, Solitary
 from pgtask_sa.turns import Claimer
 from pgtask_sa.watchdog import Watchdog
 
-PATIENCE = 20.0  # seconds for a lane to stop in a handler or to come to its end
+PATIENCE = 60.0  # seconds for a lane to stop in a handler or to come to its end
+ENDS = {"_commit_gen": "commit", "_rollback_gen": "rollback"}  # in psycopg
+OPEN = (TransactionStatus.INTRANS, TransactionStatus.INERROR)
 Order = Callable[[Session], bool]  # True: the handler returns
 
 
@@ -48,9 +52,10 @@ class Crashed(BaseException):
 class Fault:
     """What happens at the ``countdown``-th round trip from now."""
 
-    kind: str  # the process crashes, or one connection is cut
+    kind: str  # the process crashes, a connection is cut, or a rival takes its turn
     when: str  # before it is sent, or after it was answered
     countdown: int
+    rival: int = 0  # which of those that there are
 
 
 @dataclass(frozen=True)
@@ -70,13 +75,14 @@ class Process:
         database: ModelDatabase,
         tasks: TaskRegistry,
         chance: random.Random,
-        session: type[TaskSession] = TaskSession,
+        number: int,
     ) -> None:
         self.plan = plan
+        self.number = number
         self.kill = database.kill
         self.tasks = tasks
         self.chance = chance
-        self.make_session = sessionmaker(class_=session)
+        self.make_session = sessionmaker(class_=TaskSession, task_class=database.task_class)
         self.tables = database.tables
         self.is_dead = False
         self.pids: set[int] = set()
@@ -114,9 +120,9 @@ class Process:
         lane = self.current()
         if lane is None:
             return send()
-        commits = steps.__name__ == "_commit_gen"
-        if commits and driver.info.transaction_status == TransactionStatus.INTRANS:
-            return lane.round_trip(driver, send, ("commit",))
+        end = ENDS.get(steps.__name__)
+        if end and driver.info.transaction_status in OPEN:
+            return lane.round_trip(driver, send, (end,))
         return lane.round_trip(driver, send)
 
     def current(self) -> Lane | None:
@@ -130,7 +136,9 @@ class Process:
 
     def close(self) -> None:
         """Clear away what is left in this Python process."""
-        if not self.is_dead:
+        if self.is_dead:
+            self.presence._close()
+        else:
             self.presence.leave()
         for lane in self.lanes:
             lane.disconnect()
@@ -149,16 +157,31 @@ class _Presence(Presence):
         lane = self.process.current()
         if lane is None:
             return send()
-        ids = [int(each) for each in values["task_ids"].strip("{}").split(",") if each]
-        return lane.round_trip(self._driver, send, ("note", ids))
+        return lane.round_trip(self._driver, send, ("note", list(values["task_ids"])))
 
     def is_own(self, driver: Any) -> bool:
         """Say whether that is the connection of this entry."""
         return driver is None or driver is self._driver
 
 
+class _Ground(Ground):
+    """Counts what goes past psycopg's connection too."""
+
+    def __init__(self, connection: Any, lane: Lane) -> None:
+        super().__init__(connection)
+        self.lane = lane
+
+    def _execute(self, statement: str) -> None:
+        driver = self.connection.connection.driver_connection
+        logged = ("commit",) if "COMMIT" in statement else None
+        self.lane.round_trip(driver, partial(super()._execute, statement), logged)
+
+    def _answer(self) -> None:
+        self.lane.round_trip(self.driver, super()._answer)
+
+
 class Lane:
-    """One lane, and the log of what it did: note, start, commit, end."""
+    """One lane, and the log of what it did: note, start, commit, rollback, end."""
 
     kind = "sync"
 
@@ -167,8 +190,10 @@ class Lane:
         self.number = number
         self.batch_size = batch_size
         self.execution: Execution | None = None
+        self.watch: Any = None
         self.entry: int | None = None
         self.fault: Fault | None = None
+        self.let_in: Callable[[int], Lane | None] = lambda _pick: None  # a rival, for one step
         self.log: list[tuple[Any, ...]] = []
         self.is_busy = False
         self.answers_itself = False  # its handlers return at once
@@ -176,6 +201,9 @@ class Lane:
         self._leased: LeasedRuns | None = None
         self._orders: queue.Queue[Order] = queue.Queue()
         self._quiet: queue.Queue[str] = queue.Queue()
+
+    def __repr__(self) -> str:
+        return f"<{self.process.number}.{self.number}>"
 
     # -- steps; called by the test -----------------------------------------------------------------
 
@@ -196,7 +224,7 @@ class Lane:
         try:
             self.is_busy = self._quiet.get(timeout=PATIENCE) != "end"
         except queue.Empty:
-            raise AssertionError(f"a lane hangs; it did {self.log}") from None
+            raise AssertionError(f"{self} hangs; it did {self.log}") from None
         self.fault = None
 
     def pid(self) -> int:
@@ -245,6 +273,8 @@ class Lane:
         claimer._random = claimer.turns.chance = process.chance
         handlers = process.tasks.handlers
         execution = Execution(connection, face, claimer, handlers, process.tables, process.events)
+        execution.ground.close()
+        execution.ground = _Ground(connection, self)
         execution.blameless = process.blameless
         execution.admission = Admission(
             process.presence, self.entry, face, execution.settler, handlers
@@ -302,13 +332,23 @@ class Lane:
         fault = self.fault if self._is_hit(driver) else None
         if fault is not None and fault.when == "before":
             self._strike(fault, driver)
-        answer = send()
-        if logged is not None:
-            self.log.append(logged)
+        answer = self._send(send, logged)
         if fault is not None and fault.when == "after":
             self._strike(fault, driver)
-            driver.pgconn.exec_(b"")  # it finds the connection dead
-            raise psycopg.OperationalError("the connection was lost")
+            if fault.kind == "cut":
+                driver.pgconn.exec_(b"")  # it finds the connection dead
+                raise psycopg.OperationalError("the connection was lost")
+        return answer
+
+    def _send(self, send: Callable[[], Any], logged: tuple[Any, ...] | None) -> Any:
+        try:
+            answer = send()
+        except BaseException:
+            if logged == ("commit",):
+                self.log.append(("rollback",))
+            raise
+        if logged is not None:
+            self.log.append(logged)
         return answer
 
     def _is_hit(self, driver: Any) -> bool:
@@ -320,6 +360,10 @@ class Lane:
         return self.fault.countdown == 0
 
     def _strike(self, fault: Fault, driver: Any) -> None:
+        if fault.kind == "rival":
+            rival = self.let_in(fault.rival)
+            self.log += [] if rival is None else [("rival", rival)]
+            return
         self.log.append((fault.kind,))
         if fault.kind == "crash":
             self.process.crash()
