@@ -180,6 +180,16 @@ class _Ground(Ground):
         self.lane.round_trip(self.driver, super()._answer)
 
 
+class _Execution(Execution):
+    """Counts the claim too, which goes past psycopg's connection."""
+
+    lane: Lane
+
+    def _rows(self, statement: Any, parameters: Any) -> Any:
+        driver = self.connection.connection.driver_connection
+        return self.lane.round_trip(driver, partial(super()._rows, statement, parameters))
+
+
 class Lane:
     """One lane, and the log of what it did: note, start, commit, rollback, end."""
 
@@ -272,7 +282,8 @@ class Lane:
         claimer = Claimer(process.tables.task, list(process.tasks), options)
         claimer._random = claimer.turns.chance = process.chance
         handlers = process.tasks.handlers
-        execution = Execution(connection, face, claimer, handlers, process.tables, process.events)
+        execution = _Execution(connection, face, claimer, handlers, process.tables, process.events)
+        execution.lane = self
         execution.ground.close()
         execution.ground = _Ground(connection, self)
         execution.blameless = process.blameless

@@ -146,7 +146,8 @@ class WorkerRules(CallerRules):
         if work.is_spoiled and not (ground.open or ground._sent):
             self.tally["transactions aborted"] += 1
             self.disturbed.add(lane)
-            self._rolled_back(lane)
+            if not ground._spent:  # else the rows are held until the handler ends
+                self._rolled_back(lane)
 
     def _commit(self, lane: Lane) -> None:
         job, work = self._job(lane), self.work[lane]
