@@ -57,7 +57,7 @@ def pickups(stage: Stage) -> Iterator[Figure]:
 
 def pickup_times(stage: Stage, side: Any, kind: str) -> list[float]:
     """From the return of the enqueue to the start of the handler, 50 ms apart: in ms."""
-    with stage.idle_worker(side) as (running, send):
+    with stage.idle_worker(side, kind) as (running, send):
         return trickle(running, send, kind, stage.sizes["pickups"])
 
 
@@ -108,7 +108,7 @@ def sleeper_times(stage: Stage) -> list[float]:
     """Enqueue each just when the one before is done, in transactions of up to `LONGEST`."""
     chance, found = random.Random(1), []
     with (
-        stage.idle_worker(ours) as (running, _),
+        stage.idle_worker(ours, "stamp") as (running, _),
         psycopg.connect(stage.url(ours.DATABASE)) as connection,
     ):
         (tally,) = running.tallies
