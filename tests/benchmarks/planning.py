@@ -24,7 +24,7 @@ LATER = {"run_at": "now() + interval '7 days' + g * interval '1 ms'"}
 JUST_DUE = {"run_at": "now() - g * interval '1 ms'"}
 FEW = 100
 EVERY = 0.137  # seconds from one due task to the next, of no beat with anything else
-PLAN = "now() + interval '1 s' + g * interval '{ms} ms'"
+PLAN = "now() + interval '3 s' + g * interval '{ms} ms'"
 
 
 def planned(stage: Stage) -> Iterator[Figure]:
