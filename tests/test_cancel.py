@@ -62,6 +62,16 @@ class TestWaiting:
         assert [(task_id, "A", 3, "ValueError: no", "cancelled")] == _rows(engine, DEAD)
         assert [] == _rows(engine, "select task_id from task")
 
+    def test_a_task_that_killed_its_workers(self, engine):
+        """Starts with workers that died of it are counted; one that lives has settled its own."""
+        task_id = _add(engine, attempts=1)
+        with noting.alive(engine.url) as connection:
+            for number, worker_id in enumerate((noting.WORKER_ID, 1, 2)):
+                noting.write_lane(connection, task_id, worker_id=worker_id, lane=number)
+            noting.write_lane(connection, task_id, worker_id=3, row_versions=[1])
+            assert "waiting" == _cancel(engine, task_id)[0].found
+        assert [(task_id, "A", 3, None, "cancelled")] == _rows(engine, DEAD)
+
     def test_twice(self, engine):
         """The second time it is not there any more, and where it is is said."""
         task_id = _add(engine)

@@ -672,9 +672,12 @@ class TestRequeue:
 
 class TestStats:
     def test_counts_by_type_and_state(self, run, session):
-        """Ready, planned, retrying and dead tasks of each type, and the oldest ready one's age."""
+        """Tasks of each type by their state, and the age of the oldest that is ready."""
         session.enqueue_many("A", [{}] * 3)
         session.enqueue("B", delay=60)
+        session.enqueue("LONG")
+        lease = f"lease_token = '{UUID(int=7)}', run_at = now() + interval '1 min', attempts = 2"
+        session.execute(text(f"update task set {lease} where task_type = 'LONG'"))
         session.execute(text("update task set attempts = 1 where task_id = 1"))
         session.execute(
             text("update task set created_at = now() - interval '3 h' where task_id = 2")
@@ -682,10 +685,11 @@ class TestStats:
         _bury(session, 100, task_type="C")
         rows = [re.split(r" {2,}", line.strip()) for line in run("stats").lines]
         assert [
-            ["TYPE", "READY", "PLANNED", "RETRYING", "DEAD", "OLDEST READY"],
-            ["A", "3", "0", "1", "0", "3 h"],
-            ["B", "0", "1", "0", "0"],
-            ["C", "0", "0", "0", "1"],
+            ["TYPE", "READY", "PLANNED", "LEASED", "RETRYING", "DEAD", "OLDEST READY"],
+            ["A", "3", "0", "0", "1", "0", "3 h"],
+            ["B", "0", "1", "0", "0", "0"],
+            ["C", "0", "0", "0", "0", "1"],
+            ["LONG", "0", "0", "1", "0", "0"],
         ] == rows
 
     def test_tells_programs(self, run, session):
@@ -693,7 +697,8 @@ class TestStats:
         session.enqueue("A")
         session.commit()
         [entry] = run("stats", "--json").document["types"]
-        assert {"task_type": "A", "ready": 1, "planned": 0, "retrying": 0, "dead": 0} == {
+        counts = {"ready": 1, "planned": 0, "leased": 0, "retrying": 0, "dead": 0}
+        assert {"task_type": "A", **counts} == {
             key: entry[key] for key in entry if key != "oldest_seconds"
         }
         assert 0 <= entry["oldest_seconds"] < 60

@@ -13,6 +13,7 @@ import own_models
 import pytest
 from databases import Databases
 from postgres_server import PostgresServer, embedded_bin_dir
+from running import Running
 from sqlalchemy import NullPool, create_engine, event, make_url, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped
@@ -287,7 +288,8 @@ class TestServer:
             ("track_counts", "off", [("autovacuum", "warning")]),
             ("statement_timeout", "500ms", [("timeouts", "warning")]),
             ("idle_session_timeout", "3s", [("timeouts", "warning")]),
-            ("transaction_timeout", "30s", [("timeouts", "warning")]),
+            ("transaction_timeout", "30s", []),
+            ("idle_in_transaction_session_timeout", "3s", []),
             ("statement_timeout", "30s", []),
             ("lock_timeout", "30s", []),
             ("default_transaction_isolation", "serializable", []),
@@ -315,17 +317,38 @@ class TestServer:
     @pytest.mark.parametrize(
         ("setting", "longer"),
         [
-            ("idle_in_transaction_session_timeout", "LONG (600 s), ENDLESS (no timeout)"),
+            ("transaction_timeout", "LONG (600 s), ENDLESS (no timeout)"),
             ("statement_timeout", "LONG (600 s)"),
             ("lock_timeout", "LONG (600 s)"),
         ],
     )
     def test_timeouts_of_handlers(self, url, sql, setting, longer):
         """The server gives less time than the handlers may take, and they are named."""
+        if setting == "transaction_timeout" and _version(url) < 170_000:
+            pytest.skip("PostgreSQL 17 brought it")
         sql(f"alter database {{here}} set {setting} = '30s'")
         (found,) = _unwell(url, registry)
         assert ("timeouts", "warning") == (found.name, found.level)
         assert f"{setting} is 30 s, and longer may take: {longer}" == found.message
+
+    @pytest.mark.parametrize(
+        "setting", ["idle_in_transaction_session_timeout", "transaction_timeout"]
+    )
+    def test_timeouts_that_a_worker_sets_itself(self, url, sql, setting):
+        """Nothing is said of what does not hold for it: its tasks live as long as they may."""
+        if setting == "transaction_timeout" and _version(url) < 170_000:
+            pytest.skip("PostgreSQL 17 brought it")
+        tasks = TaskRegistry()
+        tasks.handler("LONG", timeout=600)(long)
+        tasks.handler("LEASED", mode="leased")(short)
+        tasks.handler("WAITS")(lambda session, params: time.sleep(0.5))
+        sql(f"alter database {{here}} set {setting} = '300ms'")
+        assert [] == _unwell(url, tasks)
+        running = Running(url, tasks, concurrency=1, drain=True)
+        running.enqueue("WAITS")
+        with running:
+            assert 0 == running.wait()
+        assert ["task.done"] == running.told("task.done", "transaction.lost", "task.retry")
 
     def test_too_few_connections(self, url, sql, role):
         """The least limit counts: the server's, the database's, or the role's."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from fleet import HERE, Fleet, events, started
-from processes import WatchedProcess
+from processes import WatchedProcess, WorkerProcess
 from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import TaskSession
+from pgtask_sa.events import Events
+from pgtask_sa.supervisor import Supervisor
 from pgtask_sa.worker import main
 
 
@@ -136,7 +140,39 @@ def test_what_does_not_finish_is_cut_off(fleet: Fleet, kind, how):
     assert ([], 1, 0) == (fleet.done(), fleet.count(), fleet.count("dead_task"))
 
 
+SLOW = """
+import time
+print("importing", flush=True)
+try:
+    time.sleep(60)
+except {swallowed}:
+    pass
+from process_tasks import tasks
+"""
+
+
+@pytest.mark.parametrize("swallowed", ["ValueError", "BaseException"])
+@pytest.mark.parametrize("how", ["terminate", "interrupt"])
+@pytest.mark.parametrize("options", [(), ("--processes", "2")])
+def test_a_signal_before_the_handlers_are_imported(fleet: Fleet, tmp_path, options, how, swallowed):
+    """Exit code 0, also if the module that is imported keeps the end from coming through."""
+    (tmp_path / "slow_tasks.py").write_text(SLOW.format(swallowed=swallowed))
+    paths = {"pythonpath": [tmp_path, HERE], "cwd": HERE}
+    with WorkerProcess("slow_tasks:tasks", fleet.url, *options, **paths) as worker:
+        worker.wait_for_line("importing")
+        getattr(worker, how)()
+        assert 0 == worker.wait(15)
+    assert ["importing"] == worker.lines
+
+
 # -- supervision ----------------------------------------------------------------------------------
+
+
+def test_a_signal_before_the_first_child_is_started():
+    """None is started any more: it would not hear of the signal."""
+    supervisor = Supervisor(lambda: 7, 2, Events(), drain=False)
+    supervisor._pass_on()
+    assert 0 == supervisor.run()
 
 
 def _children(pid: int) -> set[int]:
@@ -192,6 +228,47 @@ def test_a_second_signal_reaches_the_children(fleet: Fleet):
         parent.terminate()
         assert 3 == parent.wait(5)
     assert [0] == fleet.attempts()
+
+
+def test_a_child_that_dies_while_all_are_to_end(fleet: Fleet):
+    """Its task was cut off, is back and is not counted; the others finish theirs."""
+    with fleet.worker("--processes", "2", "--concurrency", "1") as parent:
+        started(parent, times=2)
+        fleet.enqueue("SLEEP", {"i": 1, "seconds": 30})
+        fleet.until(fleet.runner)
+        parent.terminate()
+        parent.wait_for_line("still running: 1")
+        wait_until(lambda: 1 == len(_children(parent.pid)), 15)
+        os.kill(min(_children(parent.pid)), signal.SIGKILL)
+        assert 3 == parent.wait(15)
+    assert 1 == parent.output.count("ended unasked; what it ran is back in the table")
+    assert (1, 1) == (parent.output.count("worker stopped"), fleet.count())
+
+
+ENDS = {
+    "returns 0": (lambda: 0, 0),
+    "was stuck": (lambda: 4, 4),
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 3),
+    "had not begun": (lambda: os.kill(os.getpid(), signal.SIGTERM), 0),
+    "a handler leaves": (lambda: os._exit(0), 3),
+    "a handler leaves with 1": (lambda: os._exit(1), 3),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_exit_code_of_all(end):
+    """While all are to end: what a child returns, or 3 if it did not come that far."""
+    run, expected = ENDS[end]
+    go = multiprocessing.get_context("fork").Event()
+    supervisor = Supervisor(lambda: go.wait(20) and run(), 1, Events(), drain=False)
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(supervisor.run()), daemon=True)
+    thread.start()
+    wait_until(lambda: supervisor.children)
+    supervisor.stopping = True
+    go.set()
+    thread.join(20)
+    assert [expected] == codes
 
 
 FORK = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import own_models
 import pytest
@@ -102,15 +103,20 @@ def test_statistics(engine: Engine) -> None:
         fill(connection, 1, "FOR EVER", run_at="'infinity'")
         connection.execute(text("update task set attempts = 2 where run_at = '2030-01-01 11:58Z'"))
         fill(connection, 1, "GONE")
+        fill(connection, 2, "LEASED", run_at="'2030-01-01 12:01Z'")
+        fill(connection, 1, "LEASED", run_at="'2030-01-01 12:00Z'")  # it has run out
+        lease = f"lease_token = '{UUID(int=7)}', attempts = 1"
+        connection.execute(text(f"update task set {lease} where task_type = 'LEASED'"))
         gone = "delete from task where task_type = 'GONE' returning *"
         columns = "task_id, task_type, params, created_at, attempts"
         dead = f"insert into dead_task ({columns}, reason) select {columns}, 'failed' from gone"
         connection.execute(text(f"with gone as ({gone}) {dead}"))
         found = connection.execute(reports.statistics(TASK, DEAD, at())).all()
         assert [
-            ("A", 3, 4, 1, 0, 120.0),
-            ("FOR EVER", 0, 1, 0, 0, None),
-            ("GONE", 0, 0, 0, 1, None),
+            ("A", 3, 4, 0, 1, 0, 120.0),
+            ("FOR EVER", 0, 1, 0, 0, 0, None),
+            ("GONE", 0, 0, 0, 0, 1, None),
+            ("LEASED", 1, 0, 2, 1, 0, 0.0),
         ] == [tuple(row) for row in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import select
 import threading
@@ -232,12 +233,41 @@ def test_a_listener_that_was_cut_off_listens_again(db_url):
     assert [] == running.told("database.down", "listener.down", "worker.error")
 
 
-def _cut_listener_off(running: Running) -> None:
-    terminated = running.rows(
-        "select pid, pg_terminate_backend(pid, 5000) from pg_locks"
-        " where locktype = 'advisory' and mode = 'ShareLock'"
-        " and database = (select oid from pg_database where datname = current_database())"
+@pytest.mark.direct
+def test_a_listener_that_was_cut_off_while_handlers_run(db_url, caplog):
+    """Not a line about it, from no library: it has nothing to do with what guards the handlers."""
+    caplog.set_level(logging.WARNING)
+    running = _recorder(db_url, concurrency=3)
+    begun, end = threading.Semaphore(0), threading.Event()
+    running.tasks.handler("WAIT")(lambda session, params: begun.release() or end.wait(20))
+    clients = (
+        "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+        " and backend_type = 'client backend'"
     )
+    with running:
+        _asleep(running)
+        [(listening,)] = running.rows(f"select pid {ASLEEP}")
+        # a lane that connects anew gets the place in the pool that the listener had
+        running.rows(f"select pg_terminate_backend(pid, 5000) {clients} and pid <> {listening}")
+        running.enqueue("WAIT", {"i": 1}, {"i": 2}, {"i": 3})
+        assert [True] * 3 == [begun.acquire(timeout=20) for _ in range(3)]
+        before = running.rows(f"select count(*) {clients}")
+        caplog.clear()
+        running.execute(f"select pg_terminate_backend({listening}, 5000)")
+        running.until(lambda: before == running.rows(f"select count(*) {clients}"))
+        end.set()
+        running.until_empty()
+    assert [] == [(record.name, record.getMessage()) for record in caplog.records]
+
+
+ASLEEP = (
+    "from pg_locks where locktype = 'advisory' and mode = 'ShareLock'"
+    " and database = (select oid from pg_database where datname = current_database())"
+)
+
+
+def _cut_listener_off(running: Running) -> None:
+    terminated = running.rows(f"select pid, pg_terminate_backend(pid, 5000) {ASLEEP}")
     assert 1 == len(terminated)
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
 
 from sqlalchemy import Connection, RowMapping, select
 from sqlalchemy.exc import DBAPIError
 
-from pgtask_sa import reports, statements
+from pgtask_sa import presence_statements, reports, statements
+from pgtask_sa.claim import ROW_VERSION
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import sqlstate
@@ -33,6 +34,7 @@ LOCK_TIMEOUT = "5s"  # for the server process that is ended to be gone
 # transaction may hold the row for an instant.
 PAUSES = (0.0, 0.02, 0.1, 0.2, 0.4)
 _LOCK_NOT_AVAILABLE = "55P03"
+_NO_WORKER = -1  # in place of the number of a worker that asks about all the others
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class Canceller:
         self.workers = worker_table(self.tables.task)
         self.refusals: list[str] = []
         self.settler = Settler(connection, self.tables, {}, Events())
+        self._deaths = presence_statements.deaths(self.tables.task)
         with connection.begin():
             self._carry_all()
 
@@ -179,6 +182,7 @@ class Canceller:
 
     def _bury(self, claimed: Claimed, lane: RowMapping | None, *, seized: bool) -> Cancellation:
         leased = claimed.values["lease_token"] is not None
+        claimed = self._counted(claimed)
         verdict = Verdict("bury", claimed.attempts, reason="cancelled")
         written = self.settler.write(claimed, verdict, TaskFailed("cancelled"))
         if written.action != "bury" or written.reason != "cancelled":
@@ -189,6 +193,16 @@ class Canceller:
         self.connection.execute(statements.announce_cancel(self.tables.task), key)
         found: Literal["running", "leased"] = "leased" if leased else "running"
         return Cancellation(claimed.task_id, found, **self._place(lane))
+
+    def _counted(self, claimed: Claimed) -> Claimed:
+        """Add the starts with workers that died, which nobody can count once the row is gone.
+
+        A task that was cancelled because it kills its workers must not look as if it never ran.
+        """
+        version = claimed.values[ROW_VERSION]
+        key = {"task_ids": [claimed.task_id], "row_versions": [version], "worker_id": _NO_WORKER}
+        rows = self.connection.execute(self._deaths, key)
+        return replace(claimed, uncounted=sum(row.is_gone for row in rows))
 
     def _place(self, lane: RowMapping | None) -> dict[str, Any]:
         if lane is None:

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import Row, text
 
+from pgtask_sa.crew import transaction_limit
 from pgtask_sa.doctor import Finding
 from pgtask_sa.patient import Patient, error, ok, warning
 
@@ -14,11 +15,15 @@ OLDEST_VERSION = 150_000
 LOOKALIKES = ("CockroachDB", "-YB-", "Redshift", "Materialize", "EnterpriseDB Distributed")
 MOST_APART = 1.0  # seconds between two clocks
 MOST_XIDS = 10_000_000  # transactions since the oldest snapshot
-ENDS_TRANSACTIONS = ("idle_in_transaction_session_timeout", "transaction_timeout")
-CUTS_STATEMENTS = ("statement_timeout", "lock_timeout")
+TRANSACTION = "transaction_timeout"
+SHORTER = "give handlers a shorter timeout"
+LIMITS = {
+    TRANSACTION: "give every handler a timeout",  # then the worker sets its own
+    "statement_timeout": SHORTER,
+    "lock_timeout": SHORTER,
+}
 LEAST_STATEMENT = 1000  # milliseconds
 LEAST_IDLE = 10_000
-USUAL_TASK = 60_000  # milliseconds, where no handlers are known
 
 
 def check_version(patient: Patient) -> Iterator[Finding]:
@@ -81,30 +86,34 @@ def check_isolation(patient: Patient) -> Iterator[Finding]:
 
 
 def check_timeouts(patient: Patient) -> Iterator[Finding]:
-    """Compare what the server gives a transaction with what handlers may take."""
+    """Compare what the server gives a worker with what handlers may take.
+
+    A worker sets two of the limits itself: ``idle_in_transaction_session_timeout`` always, and
+    ``transaction_timeout`` where each handler of the transactional mode has a timeout.
+    """
     found = []
-    for name in (*ENDS_TRANSACTIONS, *CUTS_STATEMENTS):
+    for name, remedy in LIMITS.items():
         limit = patient.number(name)
-        longer = _longer(patient, limit, unlimited=name in ENDS_TRANSACTIONS) if limit else ""
+        longer = ", ".join(_longer(patient, name, limit)) if limit else ""
         if longer:
             problem = f"{name} is {limit / 1000:g} s, and longer may take: {longer}"
-            remedy = f"alter role .. set {name} = 0, or give handlers a shorter timeout"
-            found.append(warning("timeouts", problem, remedy))
+            found.append(warning("timeouts", problem, f"alter role .. set {name} = 0, or {remedy}"))
     found += _too_short(patient)
     yield from found or [ok("timeouts", "the server gives tasks the time that they may take")]
 
 
-def _longer(patient: Patient, limit: int, *, unlimited: bool) -> str:
+def _longer(patient: Patient, name: str, limit: int) -> Iterator[str]:
     """Name the handlers that may take longer than so many milliseconds."""
-    if not patient.handlers:
-        return "many a task" if unlimited and limit < USUAL_TASK else ""
-    names = []
+    of_transactions = name == TRANSACTION
+    if of_transactions and transaction_limit(patient.handlers, 1) is not None:
+        return
     for label, handler in patient.handlers.items():
-        if handler.timeout is None and unlimited:
-            names.append(f"{label} (no timeout)")
+        if of_transactions and handler.lease is not None:  # its transactions are short ones
+            continue
+        if handler.timeout is None and of_transactions:
+            yield f"{label} (no timeout)"
         elif handler.timeout is not None and handler.timeout * 1000 >= limit:
-            names.append(f"{label} ({handler.timeout:g} s)")
-    return ", ".join(names)
+            yield f"{label} ({handler.timeout:g} s)"
 
 
 def _too_short(patient: Patient) -> Iterator[Finding]:

@@ -113,8 +113,9 @@ COMMANDS = {
     "stats": Command(
         cli_commands.stats,
         lambda _: None,
-        "Count tasks by type: ready, planned for later, retrying (of both, those that failed "
-        "before), dead. Reads both tables whole.",
+        "Count tasks by type: ready (also those that run in a transaction), planned for later, "
+        "leased to a running handler, retrying (of the first two, those that failed before), "
+        "dead. Reads both tables whole.",
         "stats --json",
     ),
     "enqueue": Command(

@@ -18,6 +18,7 @@ from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa.failures import sqlstate
+from pgtask_sa.reports import STATES
 
 UNDEFINED_TABLE, UNDEFINED_COLUMN, LOCK_TIMEOUT = "42P01", "42703", "55P03"
 WIDEST = 100_000  # columns of a table that goes into a file: nothing is cut off
@@ -187,7 +188,7 @@ _DEAD = [
     *(_NUMBER, _TYPE, _PARAMS, Column("REASON"), _ATTEMPTS, Column("BURIED", number=True)),
     Column("ERROR", flexible=True),
 ]
-_COUNTS = ("ready", "planned", "retrying", "dead")
+_COUNTS = (*STATES, "dead")
 _STATISTICS = [
     _TYPE,
     *(Column(name.upper(), number=True) for name in (*_COUNTS, "oldest ready")),

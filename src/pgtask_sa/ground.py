@@ -21,7 +21,8 @@ import inspect
 import re
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -57,6 +58,7 @@ SETS_BY_FUNCTION = re.compile(
 )
 # An enqueue that has to wait for a lock sets this, and sets it back.
 LOCK_TIMEOUT = re.compile(r"SELECT set_config\('lock_timeout', [^,()]+, true\)")
+LONG = 10_000  # characters of a statement
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
@@ -149,6 +151,22 @@ def _standing(
     return opened
 
 
+class _Does(NamedTuple):
+    ends: bool  # the transaction
+    moves: bool  # settings of the session
+    shifts: bool  # settings of the transaction, at least
+
+
+@lru_cache(maxsize=1000)
+def _what_it_does(statement: str) -> _Does:
+    ends = ENDS_TRANSACTION.match(statement) is not None
+    if SETS_SESSION.match(statement):
+        return _Does(ends, moves=True, shifts=True)
+    if "set_config" in statement and not LOCK_TIMEOUT.match(statement):
+        return _Does(ends, moves=not SETS_BY_FUNCTION.fullmatch(statement), shifts=True)
+    return _Does(ends, moves=False, shifts=SETS_LOCAL.match(statement) is not None)
+
+
 class Ground:
     """Watches one connection on behalf of the handler that is running on it."""
 
@@ -227,16 +245,14 @@ class Ground:
     ) -> None:
         if not self.armed:
             return
-        if ENDS_TRANSACTION.match(statement) or self.status() == TransactionStatus.IDLE:
+        # the cache is not for the long texts of bulk inserts
+        look = _what_it_does if len(statement) < LONG else _what_it_does.__wrapped__
+        does = look(statement)
+        if does.ends or self.status() == TransactionStatus.IDLE:
             raise TaskFailed(ENDED)
         self.stand()
-        if SETS_SESSION.match(statement):
-            self.moved = self.shifted = True
-        elif SETS_LOCAL.match(statement):
-            self.shifted = True
-        elif "set_config" in statement and not LOCK_TIMEOUT.match(statement):
-            self.shifted = True
-            self.moved = self.moved or not SETS_BY_FUNCTION.fullmatch(statement)
+        self.moved = self.moved or does.moves
+        self.shifted = self.shifted or does.shifts
 
     def _commit(self, _conn: Connection) -> None:
         if self.armed:

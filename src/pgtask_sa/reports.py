@@ -44,8 +44,14 @@ def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
     return select(func.count()).select_from(table).where(mine, claimable)
 
 
+STATES = ("ready", "planned", "leased", "retrying")
+
+
 def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]:
-    """Count by task type: ready, planned, retrying, dead, and the age of the oldest ready one."""
+    """Count by task type: ready, planned, leased, retrying, dead; and date the oldest ready one.
+
+    A lease that has run out makes a task ready, as it does for a claim.
+    """
     moment = server_now() if now is None else now
     waiting = _waiting_by_kind(table, moment)
     buried = (
@@ -54,7 +60,7 @@ def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]
         .subquery("buried")
     )
     both = waiting.join(buried, waiting.c.kind == buried.c.kind, full=True)
-    zero = {n: func.coalesce(waiting.c[n], 0).label(n) for n in ("ready", "planned", "retrying")}
+    zero = {n: func.coalesce(waiting.c[n], 0).label(n) for n in STATES}
     kind = func.coalesce(waiting.c.kind, buried.c.kind).label("task_type")
     return (
         select(
@@ -70,7 +76,8 @@ def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]
 
 def _waiting_by_kind(table: Table, moment: Now) -> Any:
     c = table.c
-    planned = c.run_at > moment
+    later, is_leased = c.run_at > moment, c.lease_token.is_not(None)
+    leased = and_(later, is_leased)  # the time is the end of its lease, and an attempt is counted
     is_ready = or_(c.run_at.is_(None), c.run_at <= moment)
     start = func.coalesce(c.run_at, c.created_at)
     since = func.min(case((and_(is_ready, func.isfinite(start)), start)))
@@ -79,8 +86,9 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
         select(
             cast(c.task_type, Text).label("kind"),
             func.count().filter(is_ready).label("ready"),
-            func.count().filter(planned).label("planned"),
-            func.count().filter(c.attempts > 0).label("retrying"),
+            func.count().filter(later, ~is_leased).label("planned"),
+            func.count().filter(leased).label("leased"),
+            func.count().filter(c.attempts > 0, or_(is_ready, ~is_leased)).label("retrying"),
             cast(age, Double).label("oldest_seconds"),
         )
         .group_by(c.task_type)

@@ -9,17 +9,19 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import wait as wait_for_sentinels
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pgtask_sa.events import Events
+from pgtask_sa.signals import STOP_SIGNALS, blocked, routed
 
 HEALTHY_AFTER = 10.0  # a child that lived this long resets the backoff
 LONGEST_PAUSE = 5.0  # seconds; each child has its own
+CUT_OFF = 3  # the exit code when tasks were still running at the end
 REPLACE_ME = 4  # the exit code of a child in which a handler is stuck
 
 
@@ -50,23 +52,14 @@ class Supervisor:
 
     def run(self) -> int:
         """Start the children, keep them alive, wait for their end."""
-        before = self._take_signals()
-        try:
+        with routed(self._pass_on):
             for _ in range(self.count):
                 self._start()
             while self.children or (self.due and not self.stopping):
                 self._wait()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         return self.worst
 
-    def _take_signals(self) -> dict[int, Any]:
-        if threading.current_thread() is not threading.main_thread():
-            return {}
-        return {n: signal.signal(n, self._pass_on) for n in STOP_SIGNALS}
-
-    def _pass_on(self, _number: int, _frame: Any) -> None:
+    def _pass_on(self) -> None:
         self.stopping = True
         for pid in self.children:
             with suppress(ProcessLookupError):
@@ -76,7 +69,9 @@ class Supervisor:
         came_back = self.context.Event()
         process = self.context.Process(target=_child_main, args=(self.run_child, came_back))
         # A signal in between would miss the child here, and run our own handler over there.
-        with _signals_blocked():
+        with blocked():
+            if self.stopping:
+                return
             process.start()
             assert process.pid is not None  # noqa: S101 - it was just started
             self.children[process.pid] = _Child(process, time.monotonic(), came_back, pause)
@@ -95,40 +90,36 @@ class Supervisor:
         ready = [each for each in self.due if each[0] <= now]
         self.due = [each for each in self.due if each[0] > now]
         for _, pause in ready:
-            if not self.stopping:
-                self._start(pause)
+            self._start(pause)
 
     def _ended(self, child: _Child) -> None:
-        process, lived = child.process, time.monotonic() - child.since
-        code = process.exitcode or 0
-        if self.stopping and code == -signal.SIGTERM:
-            code = 0  # it was told to stop before it had begun
+        code, in_order = child.process.exitcode or 0, child.came_back.is_set()
         if code == REPLACE_ME and not self.stopping:
             self._start()
-            return
-        if self.stopping or (self.drain and child.came_back.is_set()):
-            self.worst = max(self.worst, code if code >= 0 else 128 - code)
-            return
+        elif self.stopping or (self.drain and in_order):
+            self.worst = max(self.worst, self._last_code(child, code, in_order=in_order))
+        else:
+            self._tell_of_death(child, code, "another takes its place")
+            lived = time.monotonic() - child.since
+            pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
+            self.due.append((time.monotonic() + pause, pause))
+
+    def _last_code(self, child: _Child, code: int, *, in_order: bool) -> int:
+        """Say what the end of a child means for the exit code of all."""
+        if in_order:
+            return code
+        if code == -signal.SIGTERM:
+            return 0  # it was told to stop before it had begun
+        self._tell_of_death(child, code, "what it ran is back in the table")
+        return CUT_OFF
+
+    def _tell_of_death(self, child: _Child, code: int, then: str) -> None:
         self.events.emit(
             "worker.died",
-            f"worker process {process.pid} ended unasked; another takes its place",
+            f"worker process {child.process.pid} ended unasked; {then}",
             level=logging.ERROR,
             exit_code=code,
         )
-        pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
-        self.due.append((time.monotonic() + pause, pause))
-
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-@contextmanager
-def _signals_blocked() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _child_main(run: Callable[[], int], came_back: Event) -> None:

@@ -129,20 +129,26 @@ def results(pgconn: pq.abc.PGconn) -> Iterator[pq.abc.PGresult]:
     Raises:
         psycopg.OperationalError: the connection was lost.
     """
-    poll = select.poll()
     while pgconn.flush():
-        poll.register(pgconn.socket, select.POLLIN | select.POLLOUT)
-        poll.poll()
+        _wait(pgconn, select.POLLIN | select.POLLOUT)
         pgconn.consume_input()
-    poll.register(pgconn.socket, select.POLLIN)
+    is_new = True  # it may be there already
     while True:
         while pgconn.is_busy():
-            poll.poll()
+            if not is_new:
+                _wait(pgconn, select.POLLIN)
+            is_new = False
             pgconn.consume_input()
         result = pgconn.get_result()
         if result is None:
             return
         yield result
+
+
+def _wait(pgconn: pq.abc.PGconn, events: int) -> None:
+    poll = select.poll()
+    poll.register(pgconn.socket, events)
+    poll.poll()
 
 
 def answers_within(pgconn: pq.abc.PGconn, seconds: float) -> bool:

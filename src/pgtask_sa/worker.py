@@ -6,7 +6,6 @@ import argparse
 import importlib
 import logging
 import select
-import signal
 import socket
 import sys
 import threading
@@ -35,13 +34,14 @@ from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
-from pgtask_sa.supervisor import REPLACE_ME, Supervisor
+from pgtask_sa.signals import early, routed
+from pgtask_sa.supervisor import CUT_OFF, REPLACE_ME, Supervisor
 from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_STUCK = REPLACE_ME  # a handler does not come back: another process is to take over
-EXIT_CUT = 3  # tasks were still running when the grace was over, or at a second signal
+EXIT_CUT = CUT_OFF  # when the grace was over, at a second signal, or in a child that died
 
 
 class Worker:
@@ -156,9 +156,9 @@ class Worker:
         """Work until stopped or, with ``drain``, until nothing is left.
 
         Returns:
-            The exit code: 0 after a clean end, 3 if running tasks had to be cut off (they were
-            rolled back and wait in the table), 1 if the event loop ended and took all async
-            handlers along.
+            The exit code: 0 after a clean end, 3 if running tasks had to be cut off, or a child
+            process died while it was to end (they were rolled back and wait in the table), 1 if
+            the event loop ended and took all async handlers along.
         """
         o = self.options
         if o.supervised:
@@ -214,7 +214,7 @@ class Worker:
 
     def _run_here(self) -> int:
         crew = Crew(self._plan(), self._stopping, self.stop)
-        with _signals(self._on_signal):
+        with routed(self._on_signal):
             self.events.emit("worker.started", "worker started", **self._summary())
             crew.start()
             self._wait()
@@ -271,24 +271,6 @@ class Worker:
         if crew.stuck:
             return EXIT_STUCK
         return EXIT_FAILED if crew.failed else EXIT_OK
-
-
-class _signals:  # noqa: N801 - reads as a clause
-    """Route SIGTERM and SIGINT to a stop function while inside; in the main thread only."""
-
-    def __init__(self, stop: Callable[[], None]) -> None:
-        self.stop = stop
-        self.before: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self.before[number] = signal.signal(number, lambda *_: self.stop())
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
 
 def load_registry(target: str) -> TaskRegistry:
@@ -362,17 +344,23 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker as the command line says; return the exit code."""
-    arguments = make_parser().parse_args(argv)
-    bar = arguments.drain and not arguments.no_progress and sys.stderr.isatty()
-    listeners: list[Listener] = []
-    try:
-        set_up_logging(arguments.log_level or ("WARNING" if bar else "INFO"), arguments.log_format)
-        worker = _worker(arguments, listeners)
-    except (TaskError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)  # noqa: T201
-        return EXIT_FAILED
-    if not bar:
-        return worker.run()
+    with early() as told_to_stop:
+        arguments = make_parser().parse_args(argv)
+        bar = arguments.drain and not arguments.no_progress and sys.stderr.isatty()
+        level = arguments.log_level or ("WARNING" if bar else "INFO")
+        listeners: list[Listener] = []
+        try:
+            set_up_logging(level, arguments.log_format)
+            worker = _worker(arguments, listeners)
+        except (TaskError, ValueError) as error:
+            print(f"error: {error}", file=sys.stderr)  # noqa: T201
+            return EXIT_FAILED
+        if told_to_stop:
+            return EXIT_OK
+        return _run_with_bar(worker, listeners) if bar else worker.run()
+
+
+def _run_with_bar(worker: Worker, listeners: list[Listener]) -> int:
     progress = DrainProgress(worker.count_left, Console(stderr=True))
     listeners.append(progress.on_event)
     with progress:

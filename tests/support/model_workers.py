@@ -135,7 +135,8 @@ class WorkerRules(CallerRules):
             return
         self._go_on(lane, _spoil)
         work.is_spoiled = work.has_swallowed = not self._job(lane).is_leased
-        if work.is_spoiled and not lane.execution.ground.open:
+        ground = lane.execution.ground
+        if work.is_spoiled and not (ground.open or ground._sent):
             self.tally["transactions aborted"] += 1
             self.disturbed.add(lane)
             self._rolled_back(lane)
