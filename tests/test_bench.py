@@ -87,7 +87,7 @@ def test_without_matplotlib_there_are_no_plots(
     report.add("a", some_measure())
     assert [path.name for path in report.write(["a"])] == ["benchmarks.json", "benchmarks.md"]
     page = (tmp_path / "benchmarks.md").read_text()
-    assert "| speed | at least 0.9 x | 1 tasks/s | the other | 2 | 0.50 |  | **no** |" in page
+    assert "| a | speed | at least 0.9 x | 1 tasks/s | the other | 2 | 0.50 |  | **no** |" in page
     assert "* speed. A note." in page
 
 
@@ -111,12 +111,12 @@ def test_comparison_with_others(tmp_path: Path) -> None:
         + result("pgtask", "e", 0.8, "batch_size 1, ..", detail={"p50": 0.8, "p99": 2.5})
         + result("limit", "e", 0.5, detail={"p50": 0.5, "p99": 0.7})
     )
-    found = {(f.what, f.beside): (f.value, f.base, f.met) for f in peers_file.read(path)}
+    found = {(f.what, f.beside): (f.value, f.base, f.met) for f in peers_file.read(path)[0]}
     assert found == {
         ("drain of no-ops, 1 process, batch 100", "pgqueuer 1.2"): (30, 10, True),
         ("drain of no-ops, 1 process, batch 1", "bare psycopg, one by one"): (2.0, 4.0, False),
-        ("pickup by an idle worker, p50", "bare psycopg, batches of 200"): (0.8, 0.5, True),
-        ("pickup by an idle worker, p99", "bare psycopg, batches of 200"): (2.5, 0.7, False),
+        ("pickup by an idle worker, p50", "bare psycopg, LISTEN and one claim"): (0.8, 0.5, True),
+        ("pickup by an idle worker, p99", "bare psycopg, LISTEN and one claim"): (2.5, 0.7, False),
     }
 
 
@@ -137,7 +137,11 @@ def test_benchmark_in_miniature(tmp_path: Path) -> None:
     assert list(content["measures"]) == ["bulk", "weights", "depth"]
     assert content["machine"]["settings"]["fsync"] == "on"
     page = (tmp_path / "benchmarks.md").read_text()
-    for what in ("enqueue 500 in bulk", "weights 1:2:3:4", "one claim in order tablesample, 1,000"):
+    for what in (
+        "bulk | enqueue 500 in bulk",
+        "weights | weights 1:2:3:4",
+        "depth | one claim in order tablesample, 1,000",
+    ):
         assert f"\n| {what}" in page
     if plots.is_possible():
         assert "<svg" in (tmp_path / "plots" / "claim_by_depth.svg").read_text()

@@ -159,9 +159,9 @@ class Execution:
 
     def pause(self) -> None:
         """Leave no transaction open; the next claim does not follow at once."""
-        if self._chained:
-            self._chained = False
+        if self._chained and self._transaction.is_active:
             self._roll_back(self._transaction)
+        self._chained = False
 
     def _work(self, batch: list[Claimed]) -> list[Report]:
         """Run what may run of a batch; return what became of each task."""

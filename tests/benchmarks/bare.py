@@ -65,7 +65,7 @@ def bulk(url: str, count: int) -> None:
             copy.write_row(("noop", json.dumps({"i": number})))
 
 
-def worker(url: str, tally: Tally, *, batch: int, drain: bool, **_: Any) -> None:
+def worker(url: str, tally: Tally, *, batch: int, drain: bool = False, **_: Any) -> None:
     """Take, run, commit; each commit travels with the next delete."""
     signal.signal(signal.SIGTERM, _stop)
     take = TAKE.format(limit=batch)  # a literal: faster than a parameter

@@ -146,13 +146,14 @@ def main(argv: list[str] | None = None) -> None:
     """Measure, print, and write everything down."""
     arguments = parse(argv)
     names, sizes = chosen(arguments.only), sizes_of(arguments)
-    others = peers_file.read(arguments.peers) if arguments.peers else []
+    others = peers_file.read(arguments.peers) if arguments.peers else None
     directory = arguments.out or (QUICK_DIRECTORY if arguments.quick else ROOT / "docs")
     with arguments.lock.open("a") as lock, PostgresServer(fsync=True, settings=SETTINGS) as server:
         fcntl.flock(lock, fcntl.LOCK_EX)
         report = Report(directory, about(server), quick=arguments.quick)
         if others:
-            report.add(PEERS, noted(list(shown(others)), 0, load_now()))
+            figures, measured = others
+            report.add(PEERS, {**noted(list(shown(figures)), 0, 0), **measured})
         failed = run_all(Stage(server, sizes), names, report)
     if not plots.is_possible():
         print("\nno plots: matplotlib is missing, it comes with the extra `bench`")

@@ -58,7 +58,7 @@ def drain(stage: Stage, side: Any, kind: str, batch: int, processes: int) -> flo
     stage.fresh(side)
     stage.fill(side, kind, count)
     stage.rest(side)
-    options = {"concurrency": LANES[batch], "batch": batch, "drain": True}
+    options = {"concurrency": LANES[batch], "batch": batch, "drain": True, "only": (kind,)}
     with stage.workers(side, processes, **options) as running:
         running.join(120)
     done = running.count, stage.left(side)
@@ -126,7 +126,7 @@ def depth_rate(
         stage.fresh(there)
     stage.fill(there, "noop", depth - stage.left(there))
     stage.rest(there)
-    options = {"concurrency": LANES[batch], "batch": batch, "drain": False}
+    options = {"concurrency": LANES[batch], "batch": batch, "only": ("noop",)}
     with stage.workers(there, **options) as running:
         wait_for(lambda: running.count > 0, 120)
         end = running.first + round(stage.sizes["deep_seconds"] * 1e9)

@@ -55,7 +55,7 @@ def line(stage: Stage, curves: Any, part: str) -> Figure:
 def times_at(stage: Stage, side: Any, load: int) -> list[float]:
     """Return how long the probes waited, in ms."""
     probes = max(10, round(stage.sizes["load_seconds"] / EVERY))
-    with stage.idle_worker(side) as (running, send):
+    with stage.idle_worker(side, "stamp") as (running, send):
         with loader(stage, side, load):
             time.sleep(min(1.0, stage.sizes["load_seconds"]))
             returned = send_all(send, "stamp", probes, EVERY)

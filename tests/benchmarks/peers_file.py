@@ -23,6 +23,13 @@ LIMITS = {
     LIMIT_ONE: "bare psycopg, one by one",
     "limit_random": "bare psycopg, order by random()",
 }
+# the same program in measures in which there are no batches
+PLAIN_LIMIT = {
+    "as": "SQLAlchemy alone, text of an INSERT",
+    "b": "bare psycopg, COPY, no index of a queue",
+    "e": "bare psycopg, LISTEN and one claim",
+    "f": "bare psycopg, LISTEN alone",
+}
 RATES = {
     "as": "enqueue in a session, a commit each",
     "b": "bulk enqueue",
@@ -67,6 +74,7 @@ class Results:
 
     def __init__(self, path: Path) -> None:
         self.found: dict[tuple[str, str, int], Found] = defaultdict(Found)
+        self.at, self.load, self.seconds = "", 0.0, 0.0
         for line in path.read_text().splitlines():
             self._take(json.loads(line))
         self.peers = sorted({peer for peer, _, _ in self.found if peer != OURS})
@@ -82,6 +90,9 @@ class Results:
         found.rates += result.get("repeats") or [result["value"]]
         found.details.append(result.get("detail") or {})
         found.versions = result.get("versions") or {}
+        self.at = max(self.at, str(result.get("at", "")).replace("T", " ")[:16])
+        self.load = max(self.load, float(result.get("loadavg_1m_before") or 0))
+        self.seconds += float(result.get("took_s") or 0)
 
     def rates(self, peer: str, measure: str) -> list[float]:
         """Return the rates of one peer."""
@@ -96,17 +107,24 @@ class Results:
             if (peer, what) == (OURS, measure)
         }
 
-    def name(self, peer: str) -> str:
+    def others(self, measure: str) -> list[str]:
+        """Return who took part in a measure; the variants of the limit only where they differ."""
+        peers = [peer for peer in self.peers if self.rates(peer, measure)]
+        if measure in IN_BATCHES:
+            return [peer for peer in peers if peer != LIMIT_ONE]
+        return [peer for peer in peers if peer == LIMIT or peer not in LIMITS]
+
+    def name(self, peer: str, measure: str) -> str:
         """Name a peer with its version."""
         if peer in LIMITS:
-            return LIMITS[peer]
+            return PLAIN_LIMIT.get(measure, LIMITS[peer])
         versions = next(f.versions for (who, _, _), f in self.found.items() if who == peer)
         version = next((value for key, value in versions.items() if key.startswith(peer)), None)
         return f"{peer} {version}" if version else peer
 
 
-def read(path: Path) -> list[Figure]:
-    """Make lines of a file.
+def read(path: Path) -> tuple[list[Figure], dict[str, Any]]:
+    """Make lines of a file; return also when that was measured, and with what.
 
     Raises:
         SystemExit: this library is not among the peers.
@@ -115,7 +133,10 @@ def read(path: Path) -> list[Figure]:
     if not any(peer == OURS for peer, _, _ in results.found):
         raise SystemExit(f"{path} has no results of the peer {OURS!r}")
     lines = [line for measure in RATES for line in _rates(results, measure)]
-    return [*lines, *_absolute(results)]
+    pythons = {found.versions.get("python") for found in results.found.values()}
+    about = {"at": results.at, "load": results.load, "seconds": results.seconds}
+    about["with"] = "Python " + ", ".join(sorted(filter(None, pythons)))
+    return [*lines, *_absolute(results)], about
 
 
 def _rates(results: Results, measure: str) -> list[Figure]:
@@ -124,12 +145,10 @@ def _rates(results: Results, measure: str) -> list[Figure]:
         return []
     best = max(ours, key=lambda batch: median(ours[batch].rates))
     line = partial(_line, results, measure)
-    peers = [peer for peer in results.peers if results.rates(peer, measure)]
-    others = [peer for peer in peers if peer != LIMIT_ONE or measure not in IN_BATCHES]
-    lines = [line(ours[best].rates, best, peer) for peer in others]
+    lines = [line(ours[best].rates, best, peer) for peer in results.others(measure)]
     if measure == "g":
         lines += _best_of_others(results, ours[best].rates, best)
-    if 1 in ours and LIMIT_ONE in peers and LIMIT_ONE not in others:
+    if measure in IN_BATCHES and 1 in ours and results.rates(LIMIT_ONE, measure):
         lines.append(line(ours[1].rates, 1, LIMIT_ONE))
     return lines
 
@@ -137,7 +156,8 @@ def _rates(results: Results, measure: str) -> list[Figure]:
 def _line(results: Results, measure: str, own: list[float], batch: int, peer: str) -> Figure:
     what = RATES[measure] + (f", batch {batch}" if measure in IN_BATCHES else "")
     limit = ASKED.get((measure, peer))
-    return Figure(what, "tasks/s", own, results.name(peer), results.rates(peer, measure), limit)
+    name, other = results.name(peer, measure), results.rates(peer, measure)
+    return Figure(what, "tasks/s", own, name, other, limit)
 
 
 def _best_of_others(results: Results, own: list[float], batch: int) -> list[Figure]:
@@ -147,7 +167,7 @@ def _best_of_others(results: Results, own: list[float], batch: int) -> list[Figu
         return []
     best = max(others, key=lambda peer: median(others[peer]))
     what = f"{RATES['g']}, batch {batch}, beside the best of the others"
-    return [Figure(what, "tasks/s", own, results.name(best), others[best], BEST_OF_OTHERS)]
+    return [Figure(what, "tasks/s", own, results.name(best, "g"), others[best], BEST_OF_OTHERS)]
 
 
 def _absolute(results: Results) -> list[Figure]:
@@ -157,9 +177,7 @@ def _absolute(results: Results) -> list[Figure]:
         if not ours:
             continue
         own = ours[min(ours)].of(key)
-        for peer in results.peers:
-            other = results.found.get((peer, measure, 0), Found()).of(key)
-            if other and peer != LIMIT_ONE:
-                name = results.name(peer)
-                lines.append(Figure(what, unit, own, name, other, limit, absolute=True, most=True))
+        for peer in results.others(measure):
+            name, other = results.name(peer, measure), results.found[peer, measure, 0].of(key)
+            lines.append(Figure(what, unit, own, name, other, limit, absolute=True, most=True))
     return lines

@@ -2,7 +2,9 @@
 
 Copy it into that harness as `peers/pgtask.py`, and add two lines to its `venvs.json`: the peer
 `"pgtask": "pgtask"`, and the venv `"pgtask": ["-e", "<this repository>", "uvloop"]`.
-`BENCH_TUNE=100 run_all.py ..` drains in batches of 100.
+It runs tasks one by one, a commit each, as a worker does by default; `BENCH_TUNE=100 run_all.py ..`
+drains in batches of 100. `bench.py --peers results.jsonl` makes lines of our table of its results:
+of the best batches, and of one by one.
 """
 
 import benchlib as b

@@ -24,7 +24,7 @@ LATER = {"run_at": "now() + interval '7 days' + g * interval '1 ms'"}
 JUST_DUE = {"run_at": "now() - g * interval '1 ms'"}
 FEW = 100
 EVERY = 0.137  # seconds from one due task to the next, of no beat with anything else
-PLAN = "now() + interval '1 s' + g * interval '{ms} ms'"
+PLAN = "now() + interval '3 s' + g * interval '{ms} ms'"
 
 
 def planned(stage: Stage) -> Iterator[Figure]:
@@ -71,7 +71,7 @@ def due(stage: Stage) -> Iterator[Figure]:
 def late_by(stage: Stage, count: int) -> list[float]:
     """Return by how much each started after its time, in ms."""
     columns = {"run_at": PLAN.format(ms=1000 * EVERY)}
-    with stage.idle_worker(ours) as (running, _):
+    with stage.idle_worker(ours, "stamp") as (running, _):
         (tally,) = running.tallies
         stage.fill(ours, "stamp", count, **columns)
         rows = stage.execute(
@@ -102,7 +102,7 @@ def failing(stage: Stage) -> Iterator[Figure]:
 
 def beside_failing(stage: Stage, crowd: int) -> list[float]:
     """Return how long good tasks waited, in ms."""
-    with stage.idle_worker(ours) as (running, send):
+    with stage.idle_worker(ours, "stamp", "fail") as (running, send):
         if crowd:
             stage.fill(ours, "fail", crowd)
             wait_for(lambda: failures(stage) >= min(crowd, FEW))

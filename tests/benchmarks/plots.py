@@ -39,10 +39,12 @@ def draw(path: Path, curves: list[dict[str, Any]], words: Words) -> Path | None:
     with mpl.rc_context({"svg.hashsalt": words.title, "svg.fonttype": "none"}):
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.add_subplot()
+        sides = list(dict.fromkeys(curve["label"].split(",")[0] for curve in curves))
         for curve in curves:
             xs, ys = zip(*curve["points"], strict=True)
-            style = next((s for end, s in STYLES.items() if curve["label"].endswith(end)), "-")
-            axes.plot(xs, ys, style, marker="o", markersize=4, label=curve["label"])
+            side, _, part = curve["label"].partition(", ")
+            look = {"color": f"C{sides.index(side)}", "linestyle": STYLES.get(part, "-")}
+            axes.plot(xs, ys, marker="o", markersize=4, label=curve["label"], **look)
         axes.set(title=words.title, xlabel=words.x, ylabel=words.y)
         axes.set(xscale=words.x_scale, yscale=words.y_scale)
         if words.y_scale == "linear":

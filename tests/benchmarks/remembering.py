@@ -42,7 +42,7 @@ def samples(stage: Stage, count: int) -> list[tuple[float, float]]:
     stage.fill(ours, "noop", count)
     stage.rest(ours)
     points = []
-    with stage.workers(ours, concurrency=1, batch=100, drain=False) as running:
+    with stage.workers(ours, concurrency=1, batch=100, only=("noop",)) as running:
         for step in range(1, STEPS + 1):
             wait_for(lambda at=count * step // STEPS: running.count >= at, 300)
             points.append((running.count, megabytes(running.processes[0].pid)))

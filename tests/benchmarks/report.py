@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-HEAD = ("what", "asked", "ours", "beside", "its figure", "ratio", "spread", "met")
+HEAD = ("measure", "what", "asked", "ours", "beside", "its figure", "ratio", "spread", "met")
 INTRODUCTION = """\
 # Benchmarks
 
@@ -84,18 +84,20 @@ class Report:
         )
         yield "| " + " | ".join(HEAD) + " |"
         yield "| " + " | ".join("---" for _ in HEAD) + " |"
-        figures = [figure_from(each) for m in measures.values() for each in m["figures"]]
-        for figure in figures:
-            yield "| " + " | ".join(cells(figure)) + " |"
+        figures = [(n, figure_from(each)) for n, m in measures.items() for each in m["figures"]]
+        for name, figure in figures:
+            yield "| " + " | ".join([name, *cells(figure)]) + " |"
         yield ""
         yield from dict.fromkeys(
-            f"* {figure.what}. {figure.note}." for figure in figures if figure.note
+            f"* {figure.what}. {figure.note}." for _, figure in figures if figure.note
         )
         for path in drawn:
             yield f"\n![{PLOTS[path.stem].title}](plots/{path.name})"
         yield "\n## When\n"
         for name, each in measures.items():
-            yield f"* {name}: {each['at']}, {each['seconds']:.0f} s, load before {each['load']}"
+            extra = f", {each['with']}" if each.get("with") else ""
+            took = f"{each['seconds']:.0f} s, load before {each['load']}"
+            yield f"* {name}: {each['at']}, {took}{extra}"
         yield ""
 
 

@@ -165,11 +165,11 @@ class Stage:
             running.end()
 
     @contextmanager
-    def idle_worker(self, side: ModuleType, **options: Any) -> Iterator[tuple[Running, Any]]:
+    def idle_worker(self, side: ModuleType, *kinds: str) -> Iterator[tuple[Running, Any]]:
         """Run one on empty tables that has run a task and is idle now; give also a sender."""
         self.fresh(side)
         with (
-            self.workers(side, **{"concurrency": 4, "batch": 1, "drain": False, **options}) as run,
+            self.workers(side, concurrency=4, batch=1, only=("noop", *kinds)) as run,
             side.sender(self.url(side.DATABASE)) as send,
         ):
             send("noop", 0)
