@@ -306,6 +306,7 @@ class Lane:
         """Claim and run; as `lanes.SyncLane` does, but for waiting until others are done."""
         gate = self.process.gate
         if not gate.enter(self):
+            self.execution.pause()
             return 0
         try:
             return self.execution.sweep()
