@@ -77,7 +77,7 @@ class WorkerRules(CallerRules):
     @rule(
         pick=picks,
         kind=kinds,
-        what=st.sampled_from(["", "write", "write", "enqueue", "swallow", "spoil"]),
+        what=st.sampled_from(["", "write", "write", "write_double", "enqueue", "swallow", "spoil"]),
         commits=st.booleans(),
         how=st.sampled_from(list(ENDINGS)),
         fault=faults,
