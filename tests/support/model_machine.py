@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
         lane.claim(replace(fault) if fault else None)
         if ready and is_open and fault is None:
             assert any(entry[0] in ("note", "waits") for entry in lane.log), (
-                "there was something to claim"
+                f"there was something to claim for {lane}: {ready}; it did {lane.log}"
             )
         self._follow(lane)
 
