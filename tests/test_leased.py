@@ -15,6 +15,7 @@ from waiting import let_pass, wait_until
 
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
 from pgtask_sa.errors import LeaseLost
+from pgtask_sa.leases import PAST_FENCE
 from pgtask_sa.testing import drain
 
 LEASED = "select attempts, lease_token is not null, run_at > now() from task"
@@ -289,6 +290,36 @@ def test_a_commit_after_the_lease_was_lost(running, kind, how):
         running.first("lease.lost")
     assert ([], 0) == (running.marks(), running.count("dead_task"))
     assert ([LeaseLost] if how == "its own" else []) == [type(e) for e in long.errors]
+
+
+PAST = {
+    "COMMIT": lambda session: session.execute(text("COMMIT")),
+    "end": lambda session: session.connection().exec_driver_sql(" end transaction"),
+    "rollback": lambda session: session.execute(text("rollback")),
+    "begin": lambda session: session.execute(text("begin")),
+    "connection": lambda session: session.connection().commit(),
+    "transaction": lambda session: session.connection().get_transaction().commit(),
+    "driver": lambda session: session.connection().connection.dbapi_connection.commit(),
+}
+
+
+@pytest.mark.parametrize("how", PAST)
+def test_a_commit_past_the_session(running, kind, how):
+    """Where nothing looks at the lease, an end of a transaction is refused, and says why."""
+
+    def body(session, task):
+        mark(session, task.attempt)
+        session.commit()
+        mark(session, 10)
+        if task.attempt == 1:
+            PAST[how](session)
+
+    long = brief(running, kind, "LONG", body, max_attempts=2)
+    with running:
+        running.enqueue("LONG")
+        assert PAST_FENCE in running.first("task.retry").fields["error"]
+        running.until_empty()
+    assert ([1, 2], [1, 2, 10]) == (long.starts, running.marks())
 
 
 def test_a_lease_that_is_lost_ends_the_handler(running, monkeypatch):

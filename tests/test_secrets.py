@@ -169,6 +169,56 @@ def test_no_value_in_the_record(db_url, caplog, kind):
     assert [] == re.findall(f".*{SECRET}.*", logged + repr(sweeper.events))
 
 
+OURS = (enqueue_of_a_wrong_value, unserializable)  # our own errors never quote a value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["transactional", "leased"])
+@pytest.mark.parametrize("shown", [True, False], ids=["shown", "hidden"])
+def test_values_that_were_asked_for(db_url, caplog, kind, mode, shown):
+    """With show_values all that errors say is kept and told, with SQL parameters; else nothing."""
+    caplog.set_level(logging.INFO)
+    running = Running(db_url, concurrency=1, drain=True, show_values=shown)
+    running.execute("create table usr (email text primary key, age int check (age > 0))")
+    quoting = [provoke for provoke in PROVOKED if provoke not in OURS]
+    for provoke in quoting:
+
+        def body(session, params, provoke=provoke):
+            provoke(session, params["secret"])
+
+        async def awaited(session, params, provoke=provoke):
+            await session.run_sync(provoke, params["secret"])
+
+        handler = running.tasks.handler(provoke.__name__.upper(), backoff=60, mode=mode)
+        handler(body if kind == "sync" else awaited)
+        running.enqueue(provoke.__name__.upper(), {"secret": MARKER})
+    with running:
+        assert 0 == running.wait()
+    kept = dict(running.rows("select task_type, last_error from task where attempts = 1"))
+    told = {e.fields["task_type"]: e for e in running.events if e.name == "task.retry"}
+    running.admin.dispose()
+    names = {provoke.__name__.upper() for provoke in quoting}
+    assert (names, names) == (set(kept), set(told))
+    assert {shown} == {bool(re.search(SECRET, error)) for error in kept.values()}
+    assert {shown} == {bool(re.search(SECRET, e.fields["error"])) for e in told.values()}
+    lines = [r.getMessage() for r in caplog.records if r.name == "pgtask_sa"]
+    assert shown * len(names) == sum(bool(re.search(SECRET, line)) for line in lines)
+    assert shown == ("DETAIL: Key (email)=(" in told["DUPLICATE"].fields["error"])
+
+
+def test_values_that_a_worker_process_shows(db_url):
+    """By its option --show-values."""
+    fleet = Fleet(db_url)
+    fleet.enqueue("QUERY", {"i": 2, "seconds": MARKER})
+    with fleet.worker("--drain", "--show-values", "--log-format", "json") as worker:
+        assert 0 == worker.wait(20)
+    [told] = events(worker, "task.retry")
+    assert [True] * 2 == [
+        MARKER in error
+        for error in (told["error"], fleet.rows("select last_error from task")[0][0])
+    ]
+
+
 def _logged(caplog: Any, besides: str) -> str:
     lines = [
         logging.Formatter().format(r) for r in caplog.records if not r.name.startswith(besides)

@@ -186,6 +186,19 @@ def test_statements_of_a_lane(engine: Engine, clock: list[float]) -> None:
     ] == found
 
 
+def test_a_survey_that_takes_long_is_made_less_often(clock: list[float]) -> None:
+    """Dead rows that somebody's snapshot holds slow it down, and must not slow down the rest."""
+    chooser = claimer()
+    next(chooser.statements())
+    clock[0] += 1.0
+    chooser.learn([{"level": 0, "kind": "A"}])
+    late = []
+    for seconds in (SURVEY_INTERVAL, 19.0, 1.0):
+        clock[0] += seconds
+        late.append(chooser._is_late())
+    assert [False, False, True] == late
+
+
 def test_a_lane_that_is_woken_claims_at_once(engine: Engine, clock: list[float]) -> None:
     """With few types a lane that knows of nothing asks for all of them; one round trip."""
     sent, chooser = Sent(engine), claimer(["A", "B"])

@@ -98,7 +98,8 @@ class Crew:
         self.stopping = stopping
         self.stop = stop
         self.limit = transaction_limit(plan.handlers, o.claim.batch_size)
-        self.engine = worker_engine(plan.url, o.concurrency + SIDE_CONNECTIONS, self.limit)
+        size, shown = o.concurrency + SIDE_CONNECTIONS, plan.events.shows_values
+        self.engine = worker_engine(plan.url, size, self.limit, show_values=shown)
         self.direct_engine = self.engine
         if plan.direct_url is not None:
             self.direct_engine = worker_engine(plan.direct_url, SIDE_CONNECTIONS)

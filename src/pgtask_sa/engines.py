@@ -120,30 +120,35 @@ def given_direct_url(option: str | None) -> URL | None:
     return database_url(url) if url else None
 
 
-def _options(size: int) -> dict[str, Any]:
+def _options(size: int, *, show_values: bool) -> dict[str, Any]:
     return {
         "pool_size": size,
         "max_overflow": -1,  # a lane that is stuck in a handler keeps its own for good
         "pool_reset_on_return": "rollback",
         "isolation_level": "READ COMMITTED",  # under a higher one SKIP LOCKED fails, not skips
         "connect_args": CONNECT_ARGS,
-        "hide_parameters": True,  # a handler may log the text of an error
+        "hide_parameters": not show_values,  # a handler may log the text of an error
     }
 
 
-def worker_engine(url: URL, size: int, limit: float | None = None) -> Engine:
+def worker_engine(
+    url: URL, size: int, limit: float | None = None, *, show_values: bool = False
+) -> Engine:
     """Build the engine of the sync lanes and of the worker's side connections.
 
     With a limit, in seconds, a server that can (17 and newer) ends transactions that take longer.
+    With ``show_values`` the text of an error holds the parameters of its statement.
     """
-    engine = create_engine(url, **_options(size))
+    engine = create_engine(url, **_options(size, show_values=show_values))
     _prepare(engine, limit)
     return engine
 
 
-def worker_async_engine(url: URL, size: int, limit: float | None = None) -> AsyncEngine:
-    """Build the engine of the async lanes; the limit as of `worker_engine`."""
-    engine = create_async_engine(url, **_options(size))
+def worker_async_engine(
+    url: URL, size: int, limit: float | None = None, *, show_values: bool = False
+) -> AsyncEngine:
+    """Build the engine of the async lanes; limit and values as of `worker_engine`."""
+    engine = create_async_engine(url, **_options(size, show_values=show_values))
     _prepare(engine.sync_engine, limit)
     return engine
 

@@ -39,6 +39,10 @@ Listener: TypeAlias = Callable[[Event], None]
 class Events:
     """Tells the log, and whoever else listens, what happens.
 
+    Args:
+        listeners: called with every `Event`.
+        shows_values: what is told and kept of errors may hold params, rows and SQL parameters.
+
     Example:
         >>> seen = []
         >>> Events([seen.append]).emit("worker.started", "started", concurrency=4)
@@ -46,7 +50,10 @@ class Events:
         ('worker.started', {'concurrency': 4})
     """
 
-    def __init__(self, listeners: list[Listener] | None = None) -> None:
+    def __init__(
+        self, listeners: list[Listener] | None = None, *, shows_values: bool = False
+    ) -> None:
+        self.shows_values = shows_values
         self.listeners = [] if listeners is None else listeners  # the caller may still add some
 
     def wants(self, level: int) -> bool:

@@ -159,9 +159,9 @@ class Execution:
 
     def pause(self) -> None:
         """Leave no transaction open; the next claim does not follow at once."""
-        if self._chained:
-            self._chained = False
+        if self._chained and self._transaction.is_active:
             self._roll_back(self._transaction)
+        self._chained = False
 
     def _work(self, batch: list[Claimed]) -> list[Report]:
         """Run what may run of a batch; return what became of each task."""
@@ -219,7 +219,7 @@ class Execution:
         wired = self._wired.get(statement)
         if wired is None:
             wired = self._wired[statement] = Wired(statement)
-        return wired.fetch(self.connection, parameters)
+        return wired.fetch(self.connection, parameters, keep=not is_pooled(self.connection))
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""
@@ -271,7 +271,7 @@ class Execution:
         if status == TransactionStatus.INERROR:
             # COMMIT would "succeed" as a silent ROLLBACK, and the task would run for ever
             cause = self.ground.trouble()
-            what = headline(cause) if cause else "unknown"
+            what = headline(cause, values=self.events.shows_values) if cause else "unknown"
             raise TaskFailed(f"the handler swallowed a database error: {what}") from cause
         if status in LOST:
             return
@@ -447,9 +447,8 @@ class Execution:
             except DBAPIError as error:
                 if error.connection_invalidated or is_blameless(error):
                     raise  # later, then
-                self.events.emit(
-                    "settle.failed", f"{self.owed[0]}: {headline(error)}", level=logging.CRITICAL
-                )
+                told = headline(error, values=self.events.shows_values)
+                self.events.emit("settle.failed", f"{self.owed[0]}: {told}", level=logging.CRITICAL)
                 self.owed.pop(0)
                 raise  # the task is free, and uncounted: at least its lane takes a rest
             self.owed.pop(0)

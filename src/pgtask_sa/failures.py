@@ -96,11 +96,12 @@ def comes_from(error: BaseException | None, trouble: BaseException) -> bool:
     return any(link is trouble or _attribute(link, "orig") is trouble for link in chain(error))
 
 
-def describe(error: BaseException, *, ascii_only: bool = False) -> str:
+def describe(error: BaseException, *, ascii_only: bool = False, values: bool = False) -> str:
     """Render an error for keeping: class, message and the place it came from.
 
     Never fails, never holds what Postgres cannot store, never more than 4,000 characters, and no
-    statement parameters: of a database error only the server's primary message is kept.
+    statement parameters: of a database error only the server's primary message is kept. With
+    ``values`` all that the error says.
 
     Example:
         >>> print(describe(ValueError("bad\\x00value")))
@@ -109,16 +110,29 @@ def describe(error: BaseException, *, ascii_only: bool = False) -> str:
         4000
     """
     place = _place(error)
-    text = _cut(headline(error), MAX_ERROR - len(place))
+    text = _cut(headline(error, values=values), MAX_ERROR - len(place))
     return _storable(text + place, ascii_only=ascii_only)[:MAX_ERROR]
 
 
-def headline(error: BaseException) -> str:
+def in_one_line(error: BaseException, *, values: bool = False) -> str:
+    """Render an error for a log line; with ``values`` as in `describe`.
+
+    Example:
+        >>> in_one_line(ValueError("bad\\nvalue")), in_one_line(ValueError("a\\nb"), values=True)
+        ('ValueError: bad', 'ValueError: a b')
+    """
+    if not values:
+        return describe(error).partition("\n")[0][:300]
+    text = _storable(headline(error, values=True), ascii_only=False)
+    return " ".join(text.split())[:MAX_ERROR]
+
+
+def headline(error: BaseException, *, values: bool = False) -> str:
     """Render class and message of an error, without the values of rows and parameters.
 
     Of a database error only the primary message is kept, and nothing that it quotes if it is about
     a value; of pydantic's where it is and what is wrong. What a handler writes into the message of
-    its own error stays.
+    its own error stays. With ``values`` the text is the error's own, whole.
 
     Example:
         >>> headline(ValueError("bad")), headline(ValueError())
@@ -126,7 +140,7 @@ def headline(error: BaseException) -> str:
         >>> headline(psycopg.DataError('invalid input syntax for type integer: "secret"'))
         'DataError: invalid input syntax for type integer: "…"'
     """
-    return f"{type(error).__name__}: {_message(error)}".removesuffix(": ")
+    return f"{type(error).__name__}: {_message(error, values=values)}".removesuffix(": ")
 
 
 # What the driver and SQLAlchemy append to the primary message; also in the middle of the text of
@@ -137,6 +151,7 @@ _DETAILS = re.compile(
     r"|\s*Original exception was: .*",
     re.DOTALL,
 )
+_BACKGROUND = re.compile(r"\n\(Background on this error at: .*\)$")
 # From the first quotation mark to the last, in whatever language the server speaks.
 _QUOTED = re.compile(
     "[\"'\u00ab\u00bb\u201c\u201e\u2018].*[\"'\u00ab\u00bb\u201c\u201d\u2019]", re.DOTALL
@@ -144,9 +159,11 @@ _QUOTED = re.compile(
 _ABOUT_VALUES = "22"  # "data exception": the message quotes the value that does not fit
 
 
-def _message(error: BaseException) -> str:
+def _message(error: BaseException, *, values: bool) -> str:
     origin = error.orig if isinstance(error, StatementError) else error
     try:
+        if values:
+            return _BACKGROUND.sub("", str(error))
         if isinstance(error, pydantic.ValidationError):
             return _validation_message(error)
         text = _primary(origin) or str(origin)

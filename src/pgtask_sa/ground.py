@@ -58,7 +58,7 @@ SETS_BY_FUNCTION = re.compile(
 )
 # An enqueue that has to wait for a lock sets this, and sets it back.
 LOCK_TIMEOUT = re.compile(r"SELECT set_config\('lock_timeout', [^,()]+, true\)")
-LONG = 10_000  # characters of a statement
+LONG = 2_000  # characters of a statement
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection

@@ -17,11 +17,13 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.orm import Session
+from typing_extensions import Self
 
 from pgtask_sa import lease_statements as statements
 from pgtask_sa.admission import Lease
@@ -31,7 +33,7 @@ from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
-from pgtask_sa.ground import TROUBLE
+from pgtask_sa.ground import ENDS_TRANSACTION, TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
@@ -40,6 +42,10 @@ RENEWALS = 3  # in the length of a lease
 UNDEFINED_TABLE = "42P01"
 CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
+PAST_FENCE = (
+    "a leased handler ends its transactions by commit() and rollback() of its session alone: "
+    "these make sure that the lease still stands"
+)
 
 
 class Keeper(threading.Thread):
@@ -113,7 +119,8 @@ class Keeper(threading.Thread):
     def _tell(self, name: str, error: Exception) -> None:
         """Tell of an error; the lanes tell when the database is away, anything else is a fault."""
         if not is_blameless(error) and sqlstate(error) != UNDEFINED_TABLE:
-            self.events.emit(name, headline(error), level=logging.ERROR)
+            told = headline(error, values=self.events.shows_values)
+            self.events.emit(name, told, level=logging.ERROR)
 
     def _prolong(self, lease: Lease) -> float:
         """Renew one lease; return the seconds until the next time."""
@@ -181,17 +188,16 @@ class LeasedRuns:
         info = self.connection.info
         info.pop(TROUBLE, None)
         session, handed = execution.face.open(twophase=False)
-        fence = _Fence(lambda: self._is_ours(session, lease))
-        event.listen(session, "before_commit", fence)
         error: BaseException | None = None
-        try:
-            given = arguments(handler, handed, lease.claimed, execution.tables)
-            execution.face.call(handler, given, lease.claimed)
-            fence.up = False
-            self._finish(session, lease)
-        except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
-            error = raised
-            self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
+        with _Fence(session, self.connection, lambda: self._is_ours(session, lease)) as fence:
+            try:
+                given = arguments(handler, handed, lease.claimed, execution.tables)
+                execution.face.call(handler, given, lease.claimed)
+                fence.up = False
+                self._finish(session, lease)
+            except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
+                error = raised
+                self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
         self._end(session)
         return error
 
@@ -217,7 +223,11 @@ class LeasedRuns:
         if self.execution.cut:
             raise Stopped
         if self.execution.ground.status() == TransactionStatus.INERROR:
-            raise TaskFailed("the handler swallowed a database error in its last transaction")
+            cause = self.connection.info.get(TROUBLE)
+            what = headline(cause, values=self.events.shows_values) if cause else "unknown"
+            raise TaskFailed(
+                f"the handler swallowed a database error in its last transaction: {what}"
+            ) from cause
         session.flush()
         if session.connection().execute(self._finish_statement, lease.key).first() is None:
             lease.lost = True
@@ -277,15 +287,66 @@ class LeasedRuns:
 
 
 class _Fence:
-    """Stands before each commit of a handler's session, but for those of savepoints."""
+    """Stands before each commit of a handler's session, but for those of savepoints.
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    What would end a transaction past the session is refused: ``COMMIT`` as text, ``commit()`` of
+    the session's connection or of its transaction, and that of the driver.
+    """
+
+    def __init__(self, session: Session, connection: Connection, check: Callable[[], None]) -> None:
         self.check = check
         self.up = True
+        self._passed = False
+        self._guarded: dict[Any, Any] = {}  # connections of the driver, and their own commit()
+        self._events: list[tuple[Any, str, Callable[..., None]]] = [
+            (session, "before_commit", self._before_commit),
+            (connection, "before_cursor_execute", self._before_execute),
+            (connection, "begin", self._begin),
+            (connection, "commit", self._commit),
+            (connection, "rollback", self._rollback),
+        ]
 
-    def __call__(self, session: Session) -> None:
-        if self.up and not session.in_nested_transaction():
+    def __enter__(self) -> Self:
+        for target, name, heard in self._events:
+            event.listen(target, name, heard)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for target, name, heard in self._events:
+            event.remove(target, name, heard)
+        for driver, commit in self._guarded.items():
+            driver.commit = commit
+
+    def _before_commit(self, session: Session) -> None:
+        if session.in_nested_transaction():
+            return
+        if self.up:
             self.check()
+        self._passed = True
+
+    def _before_execute(self, _conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if ENDS_TRANSACTION.match(statement):
+            raise TaskFailed(PAST_FENCE)
+
+    def _begin(self, connection: Connection) -> None:
+        """Guard the driver's connection, which may be another one after it was lost."""
+        driver: Any = connection.connection.driver_connection
+        if driver not in self._guarded:
+            self._guarded[driver] = driver.commit
+            driver.commit = partial(self._commit_driver, driver.commit)
+
+    def _commit(self, _connection: Connection) -> None:
+        if not self._passed:
+            raise TaskFailed(PAST_FENCE)
+
+    def _commit_driver(self, commit: Callable[[], Any]) -> Any:
+        if not self._passed:
+            raise TaskFailed(PAST_FENCE)
+        self._passed = False
+        return commit()  # or what is to be awaited
+
+    def _rollback(self, _connection: Connection) -> None:
+        self._passed = False
 
 
 def take_over(settler: Settler, lease: Lease, pid: int | None) -> list[Any]:

@@ -129,7 +129,8 @@ class LoopThread(threading.Thread):
     async def _main(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.loop.set_default_executor(Helpers())
-        engine = worker_async_engine(self.url, self.count, self.limit)
+        shown = self.shared.events.shows_values
+        engine = worker_async_engine(self.url, self.count, self.limit, show_values=shown)
         self.lanes = [AsyncLane(self.shared, engine, n + 1) for n in range(self.count)]
         running = [lane.start() for lane in self.lanes]
         for task in running:

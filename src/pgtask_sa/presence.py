@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
-from sqlalchemy import Connection, Engine, Executable, Table
+from sqlalchemy import Connection, Engine, Table
 
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION, TOUCHED
@@ -44,7 +44,6 @@ T = TypeVar("T")
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
 LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
-_NOTE, _NOTE_IN_PLACE = b"pgtask_note", b"pgtask_note_in_place"
 POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
     "without a limit; give --direct-url"
@@ -82,8 +81,8 @@ class Presence:
         self._named_by_dead: frozenset[int] | None = None  # tasks; None as long as unknown
         self._flying: set[int] = set()  # lanes whose rows are not empty
         self._places: dict[int, str] = {}  # where each lane's row is in the table
-        self._note = _Numbered(statements.note_claim(task), _NOTE)
-        self._note_in_place = _Numbered(statements.note_in_place(task), _NOTE_IN_PLACE)
+        self._note = Wired(statements.note_claim(task))
+        self._note_in_place = Wired(statements.note_in_place(task))
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -317,7 +316,7 @@ class Presence:
             self._places[lane] = result.get_value(0, 0).decode()
         return bool(result.ntuples)
 
-    def _execute(self, note: _Numbered, values: dict[str, Any]) -> Any:
+    def _execute(self, note: Wired, values: dict[str, Any]) -> Any:
         pgconn = self._driver.pgconn
         return checked(pgconn.exec_prepared(note.name, note.parameters(values)))
 
@@ -342,14 +341,3 @@ class Presence:
                 deaths.count += 1
                 deaths.alone = deaths.alone or row.beside == 1
         return found
-
-
-class _Numbered(Wired):
-    """A statement that libpq is told by its name, with values as bytes."""
-
-    def __init__(self, statement: Executable, name: bytes) -> None:
-        super().__init__(statement)
-        self.name = name
-
-    def parameters(self, values: dict[str, Any]) -> list[bytes | None]:
-        return [None if v is None else str(v).encode() for v in self.values(values)]

@@ -17,7 +17,7 @@ from pgtask_sa import statements
 from pgtask_sa.claim import ROW_VERSION, claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import describe, headline, is_blameless
+from pgtask_sa.failures import describe, headline, in_one_line, is_blameless
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
 from pgtask_sa.mapping import TaskMixin, dead_task_class, mapped_table, task_table, unique_columns
@@ -188,7 +188,8 @@ class Settler:
         self._tell_refused(self.tables.task, claimed, refused, "it is buried instead")
         refused = self._bury(row, "not put back")
         if refused is not None:
-            raise Unsettled(f"neither table takes {claimed}: {headline(refused)}") from refused
+            told = self._headline(refused)
+            raise Unsettled(f"neither table takes {claimed}: {told}") from refused
         return replace(verdict, action="bury", reason="not put back")
 
     def lease(self, claimed: Claimed, token: UUID, seconds: float) -> None:
@@ -206,12 +207,14 @@ class Settler:
         }
         refused = self._insert(row)
         if refused is not None:
-            raise Unsettled(f"{claimed} cannot be leased: {headline(refused)}") from refused
+            raise Unsettled(f"{claimed} cannot be leased: {self._headline(refused)}") from refused
 
     def _row(self, claimed: Claimed, verdict: Verdict, error: BaseException) -> dict[str, Any]:
         last_error = claimed.values["last_error"]
         if verdict.reason not in KEEPS_ERROR:
-            last_error = describe(error, ascii_only=not self._speaks_utf8())
+            last_error = describe(
+                error, ascii_only=not self._speaks_utf8(), values=self.events.shows_values
+            )
         return {
             WHOLE_ROW: claimed.values[WHOLE_ROW],
             "pgtask_attempts": verdict.attempts,
@@ -252,11 +255,14 @@ class Settler:
     def _tell_refused(self, table: Table, claimed: Claimed, refused: DBAPIError, then: str) -> None:
         self.events.emit(
             "settle.refused",
-            f"{table.name} refuses {claimed}: {headline(refused)}; {then}",
+            f"{table.name} refuses {claimed}: {self._headline(refused)}; {then}",
             level=logging.CRITICAL,
             task_id=claimed.task_id,
             task_type=claimed.task_type,
         )
+
+    def _headline(self, error: BaseException) -> str:
+        return headline(error, values=self.events.shows_values)
 
     def _speaks_utf8(self) -> bool:
         driver: Any = self.connection.connection.driver_connection
@@ -308,11 +314,13 @@ class Settler:
             "attempt": claimed.attempts + 1,
             "seconds": round(seconds, 6),
         }
+        told = ""
         if error is not None:
-            fields |= {"reason": verdict.reason, "error": _first_line(error)}
+            told = in_one_line(error, values=self.events.shows_values)
+            fields |= {"reason": verdict.reason, "error": told}
         if verdict.action == "retry":
             fields["delay"] = round(verdict.delay, 3)
-        self.events.emit(name, _sentence(claimed, verdict, error), level=level, **fields)
+        self.events.emit(name, _sentence(claimed, verdict, told), level=level, **fields)
 
 
 _EVENTS = {
@@ -322,13 +330,9 @@ _EVENTS = {
 }
 
 
-def _sentence(claimed: Claimed, verdict: Verdict, error: BaseException | None) -> str:
-    if error is None:
+def _sentence(claimed: Claimed, verdict: Verdict, error: str) -> str:
+    if not error:
         return f"{claimed} done"
-    what = f"{claimed} {verdict.reason} in attempt {claimed.attempts + 1}: {_first_line(error)}"
+    what = f"{claimed} {verdict.reason} in attempt {claimed.attempts + 1}: {error}"
     then = f"again in {verdict.delay:.3g} s" if verdict.action == "retry" else "buried"
     return f"{what}; {then}"
-
-
-def _first_line(error: BaseException) -> str:
-    return describe(error).partition("\n")[0][:300]

@@ -14,7 +14,8 @@ that of the types that wait, not of those that there might be. Pairs that were l
 are cold. What waits besides is found by a **survey**, a statement that hops over the distinct pairs
 in the indexes. There is one at the start, before the next claim whenever the last survey is
 `SURVEY_INTERVAL` old, and when a claim found nothing. So an urgent task of a pair that was cold is
-noticed within that interval or at the next claim, whichever is later.
+noticed within that interval or at the next claim, whichever is later. (A survey that takes long is
+made less often.)
 
 A lane with nothing warm that is woken does not lose a round trip over it: it asks for the pairs
 that it has met, and for its types at priority 0, if they are few, and surveys if that was wrong.
@@ -48,6 +49,9 @@ Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task t
 
 # Seconds. A survey costs about as much as a claim, so this is less than a hundredth of all work.
 SURVEY_INTERVAL = 0.05
+# And if it takes long, since dead rows that somebody's snapshot holds are in its way, never more
+# than a twentieth of all time.
+MOST_OF_TIME = 20
 REPLAN_INTERVAL = 1.0  # seconds; a tenth of a millisecond each time, and one planning
 MOST_GUESSES = 20  # pairs, each some index probes that may be in vain
 MOST_TURNS = 20  # pairs in one statement; all are warm, so the first ones should do
@@ -157,6 +161,8 @@ class Claimer:
         self._survey = survey(table)
         self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
         self._surveyed: float | None = None  # when
+        self._looked = 0.0  # when the last survey was sent
+        self._interval = SURVEY_INTERVAL
         self._met: set[Pair] = set()
         self._planned = time.monotonic()
 
@@ -214,14 +220,15 @@ class Claimer:
         return ask
 
     def _look(self) -> Ask:
-        self._asked = None
+        self._asked, self._looked = None, time.monotonic()
         return self._survey, {"types": self.types}
 
     def _is_late(self) -> bool:
-        return self._surveyed is None or time.monotonic() - self._surveyed >= SURVEY_INTERVAL
+        return self._surveyed is None or time.monotonic() - self._surveyed >= self._interval
 
     def _note_survey(self, pairs: set[Pair]) -> None:
-        self._surveyed = time.monotonic()
+        now = self._surveyed = time.monotonic()
+        self._interval = max(SURVEY_INTERVAL, MOST_OF_TIME * (now - self._looked))
         self.turns.replace(pairs)
         if len(self._met) < MOST_PASSES:
             self._met |= pairs

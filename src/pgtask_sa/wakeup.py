@@ -37,7 +37,7 @@ from pgtask_sa import statements
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
-from pgtask_sa.failures import headline
+from pgtask_sa.failures import headline, in_one_line
 from pgtask_sa.roster import Roster
 
 FIRST_POLL = 0.02
@@ -86,7 +86,8 @@ class Health:
 
     def refused(self, error: BaseException) -> None:
         """Note that a claim failed in a database that works; told once for each new message."""
-        message, now = one_line(error), time.monotonic()
+        message = one_line(error, values=self.events.shows_values)
+        now = time.monotonic()
         with self._lock:
             told, when = self._refusal
             if message == told and now < when + REMIND:
@@ -340,8 +341,13 @@ class Listener(threading.Thread):
         self._next_report = time.monotonic() + self.report_interval  # last: a failure must show
 
 
-def one_line(error: BaseException) -> str:
-    """Return the text of a database error as one line that is not too long."""
+def one_line(error: BaseException, *, values: bool = False) -> str:
+    """Return the text of a database error as one line that is not too long.
+
+    With ``values`` whole, with the SQL and its parameters.
+    """
+    if values:
+        return in_one_line(error, values=True)
     text = headline(getattr(error, "orig", None) or error)
     return " ".join(text.removeprefix("OSError: ").split())[:300]
 

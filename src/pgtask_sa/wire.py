@@ -1,23 +1,29 @@
 """Statements that are executed for each task, past SQLAlchemy: several times as fast.
 
-SQLAlchemy compiles them, once. From there on they go to psycopg, prepared, and come back as plain
-dictionaries.
+SQLAlchemy compiles them, once. From there on they go to libpq, prepared, together with the BEGIN
+that they may need, in one round trip; and come back as plain dictionaries.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import select
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import psycopg
 from psycopg import pq
+from psycopg.adapt import PyFormat, Transformer
 from sqlalchemy import Connection, Executable
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import psycopg as postgresql_psycopg
 
 Row: TypeAlias = "dict[str, Any]"
+Results: TypeAlias = "list[pq.abc.PGresult]"
 
+BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
+PREPARED = "pgtask_prepared"  # attribute of a driver's connection: the names of statements
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _PSYCOPG = postgresql_psycopg.dialect()  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
@@ -29,43 +35,155 @@ class Wired:
     def __init__(self, statement: Executable) -> None:
         compiled: Any = statement.compile(dialect=_NUMBERED)  # type: ignore[attr-defined]
         self.text: str = compiled.string
+        digest = hashlib.blake2b(self.text.encode(), digest_size=12).hexdigest()
+        self.name = f"pgtask_{digest}".encode()
         self._names: list[str] = compiled.positiontup or []
         self._fixed: Mapping[str, Any] = compiled.params
         self._load = _loaders(statement)
-        self._columns: tuple[str, ...] = ()
 
-    def values(self, given: Mapping[str, Any]) -> list[Any]:
-        """Put values in order; lists become the text of arrays."""
+    def parameters(self, given: Mapping[str, Any]) -> list[bytes | None]:
+        """Put values in order, as text; lists become arrays."""
         found = (given[name] if name in given else self._fixed[name] for name in self._names)
-        return [array(value) if isinstance(value, list) else value for value in found]
+        return list(map(_dump, found))
 
-    def fetch(self, connection: Connection, given: Mapping[str, Any]) -> list[Row]:
+    def fetch(self, connection: Connection, given: Mapping[str, Any], *, keep: bool) -> list[Row]:
         """Execute it on one of the worker's connections and return all rows.
 
+        It is the first in its transaction that matters: begins one, unless there is one, and may
+        begin it once more. With ``keep`` the server keeps the statement prepared.
+
         Raises:
-            psycopg.Error: as psycopg raises it.
+            psycopg.Error: as libpq reports it.
         """
+        values = self.parameters(given)
+        driver: Any = connection.connection.driver_connection
+        try:
+            result = self._execute(connection, driver, values, keep=keep)
+        except psycopg.errors.InvalidSqlStatementName:
+            # psycopg has all statements of its connection forgotten when it sees a ROLLBACK
+            setattr(driver, PREPARED, set())
+            connection.exec_driver_sql("ROLLBACK")
+            result = self._execute(connection, driver, values, keep=keep)
+        return self._rows(driver, result)
+
+    def _execute(
+        self, connection: Connection, driver: Any, values: list[bytes | None], *, keep: bool
+    ) -> Any:
         dbapi: Any = connection.connection.dbapi_connection
-        values = self.values(given)
+        self._send(driver, values, keep=keep)
+        steps = _answers(driver.pgconn)
         if hasattr(dbapi, "run_async"):
-            cursor, found = dbapi.run_async(lambda driver: self._fetch_async(driver, values))
+            found = dbapi.run_async(lambda _driver: _await(driver.pgconn, steps))
         else:
-            cursor = psycopg.RawCursor(dbapi)
-            found = cursor.execute(self.text, values, prepare=True).fetchall()
-        if not found:
+            found = _run(driver.pgconn, steps)
+        if driver.pgconn.status == pq.ConnStatus.OK:
+            driver.pgconn.exit_pipeline_mode()
+        for result in found:
+            checked(result)
+        if keep:
+            getattr(driver, PREPARED).add(self.name)
+        return found[-1]
+
+    def _send(self, driver: Any, values: list[bytes | None], *, keep: bool) -> None:
+        pgconn = driver.pgconn
+        begins = pgconn.transaction_status == pq.TransactionStatus.IDLE
+        pgconn.enter_pipeline_mode()
+        if begins:
+            pgconn.send_query_params(BEGIN, None)
+        if keep:
+            if not hasattr(driver, PREPARED):
+                setattr(driver, PREPARED, set())
+            if self.name not in getattr(driver, PREPARED):
+                pgconn.send_prepare(self.name, self.text.encode())
+            pgconn.send_query_prepared(self.name, values)
+        else:
+            pgconn.send_query_params(self.text.encode(), values)
+        pgconn.pipeline_sync()
+
+    def _rows(self, driver: Any, result: Any) -> list[Row]:
+        count = result.ntuples
+        if not count:
             return []
-        if not self._columns:
-            self._columns = tuple(column.name for column in cursor.description)
-        rows = [dict(zip(self._columns, row, strict=True)) for row in found]
+        names = [result.fname(i).decode() for i in range(result.nfields)]
+        reader = Transformer(driver)
+        reader.set_pgresult(result)
+        rows = reader.load_rows(0, count, lambda values: dict(zip(names, values, strict=True)))
         for name, load in self._load:
             for row in rows:
                 row[name] = load(row[name])
         return rows
 
-    async def _fetch_async(self, driver: Any, values: list[Any]) -> tuple[Any, list[Any]]:
-        cursor = psycopg.AsyncRawCursor(driver)
-        await cursor.execute(self.text, values, prepare=True)
-        return cursor, await cursor.fetchall()
+
+def _dump(value: Any) -> bytes | None:
+    if value is None:
+        return None
+    if isinstance(value, list):
+        return array(value).encode()
+    if isinstance(value, (str, int, float)):
+        return str(value).encode()
+    return bytes(Transformer().get_dumper(value, PyFormat.TEXT).dump(value) or b"")
+
+
+def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Results]:
+    """Read the answers to a pipeline; yield for which events to wait."""
+    found: Results = []
+    try:
+        while pgconn.flush():
+            yield select.POLLIN | select.POLLOUT
+            pgconn.consume_input()
+        while (result := (yield from _next(pgconn))) is not None:
+            found.append(result)
+    except psycopg.OperationalError:
+        if not any(map(_problem, found)):  # else it has been said why the connection is lost
+            raise
+    return found
+
+
+def _next(pgconn: pq.abc.PGconn) -> Generator[int, None, pq.abc.PGresult | None]:
+    """Read the next answer; None after the last."""
+    while pgconn.status == pq.ConnStatus.OK:
+        while pgconn.is_busy():
+            yield select.POLLIN
+            pgconn.consume_input()
+        result = pgconn.get_result()
+        if result is not None:  # None is the end of one command's results
+            return None if result.status == pq.ExecStatus.PIPELINE_SYNC else result
+    raise psycopg.OperationalError("the connection was lost")
+
+
+def _run(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) -> Results:
+    try:
+        while True:
+            _wait(pgconn, next(steps))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+async def _await(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) -> Results:
+    try:
+        while True:
+            await _ready(pgconn.socket, next(steps))
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+
+
+async def _ready(socket: int, events: int) -> None:
+    loop = asyncio.get_running_loop()
+    is_ready = loop.create_future()
+    loop.add_reader(socket, _resolve, is_ready)
+    if events & select.POLLOUT:
+        loop.add_writer(socket, _resolve, is_ready)
+    try:
+        await is_ready
+    finally:
+        loop.remove_reader(socket)
+        if events & select.POLLOUT:
+            loop.remove_writer(socket)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:

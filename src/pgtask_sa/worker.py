@@ -76,6 +76,10 @@ class Worker:
         idle_interval: seconds between looks at the table when nothing happens (a wake-up makes it
             look at once).
         report_interval: seconds between reports of task types without a handler.
+        show_values: keep in ``last_error``, and tell the log, all that errors say: parameters of
+            SQL, and whatever else the server, SQLAlchemy or pydantic quote of rows and params.
+            Otherwise these are left out. What a handler writes into an error of its own is kept
+            in any case.
         session: a sessionmaker for the sessions handed to sync handlers; `TaskSession` by default.
         async_session: likewise for async handlers; `AsyncTaskSession` by default.
         listeners: called with every `pgtask_sa.events.Event`.
@@ -110,6 +114,7 @@ class Worker:
         grace: Seconds = 30.0,
         idle_interval: Seconds = 5.0,
         report_interval: Seconds = 60.0,
+        show_values: bool = False,
         session: Callable[..., Session] | None = None,
         async_session: Callable[..., AsyncSession] | None = None,
         listeners: list[Listener] | None = None,
@@ -138,7 +143,7 @@ class Worker:
         self.tasks = tasks
         self.url = database_url(database)
         self.direct_url = None if direct_url is None else database_url(direct_url)
-        self.events = Events(listeners)
+        self.events = Events(listeners, shows_values=show_values)
         self.tables = Tables(tasks.task_class)
         self._session = session or sessionmaker(class_=TaskSession, task_class=tasks.task_class)
         self._async_session = async_session or async_sessionmaker(
@@ -338,6 +343,7 @@ def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
         grace=arguments.grace,
         idle_interval=arguments.idle_interval,
         report_interval=arguments.report_interval,
+        show_values=arguments.show_values,
         listeners=listeners,
     )
 

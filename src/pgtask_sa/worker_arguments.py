@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=60.0,
         help="seconds between reports of types without a handler (60)",
     )
+    add("--show-values", action="store_true", help="keep and log values that errors quote")
     add("--log-level", default=None, help="DEBUG, INFO, WARNING, .. (INFO; WARNING with a bar)")
     add("--log-format", choices=("text", "json"), default="text")
     add("--no-progress", action="store_true", help="no bar for --drain")
