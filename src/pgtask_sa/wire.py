@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import select
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import psycopg
@@ -196,14 +196,15 @@ def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     return found
 
 
-def array(items: Iterable[Any]) -> str:
-    """Return the text of a Postgres array.
+def array(items: list[Any]) -> str:
+    """Return the text of a Postgres array of numbers or of texts.
 
     Example:
         >>> array([1, 2]), array(['A', 'a "b"', None])
-        ('{"1","2"}', '{"A","a \\\\"b\\\\"",NULL}')
+        ('{1,2}', '{"A","a \\\\"b\\\\"",NULL}')
     """
-    return f"{{{','.join(map(_element, items))}}}"
+    written = map(str, items) if items and isinstance(items[0], int) else map(_element, items)
+    return f"{{{','.join(written)}}}"
 
 
 def _element(item: Any) -> str:
