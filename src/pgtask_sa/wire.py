@@ -62,9 +62,15 @@ class Wired:
         except psycopg.errors.InvalidSqlStatementName:
             # psycopg has all statements of its connection forgotten when it sees a ROLLBACK
             setattr(driver, PREPARED, set())
-            connection.exec_driver_sql("ROLLBACK")
-            result = self._execute(connection, driver, values, keep=keep)
+            result = self._once_more(connection, driver, values, keep=keep)
+        except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
+            getattr(driver, PREPARED).add(self.name)
+            result = self._once_more(connection, driver, values, keep=keep)
         return self._rows(driver, result)
+
+    def _once_more(self, connection: Connection, driver: Any, *given: Any, keep: bool) -> Any:
+        connection.exec_driver_sql("ROLLBACK")
+        return self._execute(connection, driver, *given, keep=keep)
 
     def _execute(
         self, connection: Connection, driver: Any, values: list[bytes | None], *, keep: bool
