@@ -220,6 +220,7 @@ def test_a_connection_out_of_its_pool_has_no_handler(db_url):
     driver = aside.connection.driver_connection
     aside.detach()
     with engine.connect() as lane, lane.begin():
+        lane.execute(text("select 1"))
         ground = Ground(lane)
         with ground:
             driver.execute("select 1")

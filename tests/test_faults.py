@@ -214,7 +214,7 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         running.until(lambda: running.marks() == [1])
         elsewhere = time.monotonic() - began
         release.set()
-        running.first("transaction.lost")
+        running.until(lambda: running.told("transaction.lost", "commit.unknown"))
         noticed = time.monotonic() - began
         running.until(lambda: quiet(running), 10, 0.05)
         began = time.monotonic()

@@ -98,6 +98,7 @@ CASES: dict[str, Callable[[], Executable]] = {
     "deaths": lambda: presence_statements.deaths(TASK),
     "deaths.schema": lambda: presence_statements.deaths(ENUM),
     "note_alive": lambda: presence_statements.note_alive(TASK),
+    "count_others": lambda: presence_statements.count_others(TASK),
     "named_by_dead": lambda: presence_statements.named_by_dead(TASK),
     "dismiss": lambda: presence_statements.dismiss(TASK),
     "dismiss_dead": lambda: presence_statements.dismiss_dead(TASK),

@@ -226,14 +226,43 @@ def test_a_lane_with_many_types_looks_first(engine: Engine, clock: list[float]) 
 
 
 def test_a_claim_names_only_what_waits(engine: Engine) -> None:
-    """Of 500 types those that wait are in the statement, and no others."""
+    """Of 500 types those that wait are in the statement, and one other to be looked for."""
     fill(engine, 2, "K3")
     fill(engine, 2, "K400")
     chooser = claimer(many(500))
     with engine.connect() as connection:
         sweep(connection, chooser)
         (_, parameters) = next(iter(chooser.statements()))
-    assert {"K3", "K400"} == set(parameters["types"])
+    named = set(parameters["types"])
+    assert ({"K3", "K400"}, 3) == (named & {"K3", "K400"}, len(named))
+
+
+def test_the_trickle_of_one_type_does_not_wait_for_a_survey(
+    engine: Engine, clock: list[float]
+) -> None:
+    """Beside a type that is always there, the others are looked for one by one."""
+    fill(engine, 20, "MANY")
+    chooser = claimer(["MANY", "OTHER", "RARE"])
+    with engine.connect() as connection:
+        sweep(connection, chooser)
+        connection.commit()
+        fill(engine, 1, "RARE")
+        found = [row.task_type for _ in range(6) for row in sweep(connection, chooser)]
+    assert "RARE" in found
+
+
+def test_what_is_looked_for_does_not_go_before_what_is_more_urgent(
+    engine: Engine, clock: list[float]
+) -> None:
+    """A cold type has its place by rank like any other."""
+    fill(engine, 3, "URGENT")
+    chooser = claimer(["URGENT", "LATER"], ranks={"URGENT": -1})
+    with engine.connect() as connection:
+        sweep(connection, chooser)
+        connection.commit()
+        fill(engine, 1, "LATER")
+        found = [row.task_type for _ in range(3) for row in sweep(connection, chooser)]
+    assert ["URGENT", "URGENT", "LATER"] == found
 
 
 def test_tasks_that_others_hold_are_not_asked_for_again(engine: Engine, clock: list[float]) -> None:

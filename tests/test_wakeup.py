@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import select
 import threading
@@ -22,7 +23,7 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.roster import Roster
-from pgtask_sa.wakeup import Health, Listener
+from pgtask_sa.wakeup import AFTER_NOTIFY, FEW, Health, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -401,3 +402,32 @@ def test_how_often_a_listener_looks(direct_db_url, pooler, pooled, answers, expe
     assert [True] * len(expected) == [
         0.85 * most < wait < most + 0.1 for most, wait in zip(expected, waits, strict=True)
     ], waits
+
+
+def _one_of_many(others: int) -> Listener:
+    """Give the listener of a worker that sleeps, beside others; it has no connection."""
+    engine = create_engine("postgresql+psycopg://")
+    bell = Doorbell({"sync": 1})
+    roster, health = SimpleNamespace(table=None), SimpleNamespace()
+    listener = Listener(engine, roster, bell, health, idle_interval=60, report_interval=60)
+    listener.count_others = lambda: others
+    listener._next_poll = math.inf
+    return listener
+
+
+@pytest.mark.parametrize("others", [0, 2, 49])
+def test_one_task_does_not_wake_a_whole_fleet(others):
+    """G3: of many workers a few claim at once; the others look a moment later."""
+    at_once, later = 0, []
+    for _ in range(400):
+        listener, woken = _one_of_many(others), []
+        listener.bell.sleep("sync", lambda woken=woken: woken.append(1))
+        began = time.monotonic()
+        listener._on_work(None, 0)
+        at_once += len(woken)
+        later += [] if woken else [listener._next_poll - began]
+    if others < FEW:
+        assert 400 == at_once
+    else:
+        assert 2 <= at_once <= 80  # 24 on the average
+        assert 0 < min(later) <= max(later) < AFTER_NOTIFY / 2

@@ -139,6 +139,7 @@ class Crew:
             report_interval=o.report_interval,
         )
         self.listener.on_cancel = self.cancel
+        self.listener.count_others = lambda: self.presence.others
         self.lanes: list[SyncLane] = []
         self.loop = self._new_loop()
         self.failed = False

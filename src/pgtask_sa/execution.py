@@ -333,7 +333,10 @@ class Execution:
 
     def _roll_back(self, transaction: Any) -> None:
         try:
-            transaction.rollback()
+            if self._owns:
+                self.connection.rollback()  # also if a COMMIT that failed has ended it already
+            else:
+                transaction.rollback()
         except Exception:  # noqa: BLE001 - the connection is gone, and with it the transaction
             self.connection.invalidate()
             transaction.close()

@@ -71,6 +71,7 @@ class Presence:
         self.worker_id = secrets.randbelow(2**31)
         self.task = task
         self.events = events
+        self.others = 0  # workers that there were lately
         self._engine = engine.execution_options(isolation_level="AUTOCOMMIT")
         self._connection: Connection | None = None
         self._driver: Any = None  # psycopg's connection in there
@@ -164,6 +165,7 @@ class Presence:
         connection.execute(statements.dismiss_dead(self.task), me)
         named = connection.scalars(statements.named_by_dead(self.task), me)
         self._named_by_dead = frozenset(named)
+        self.others = connection.scalar(statements.count_others(self.task), me) or 0
         if not self._is_direct:
             connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
 

@@ -178,6 +178,12 @@ def named_by_dead(task: Table) -> Select[Any]:
     return select(func.unnest(table.c.task_ids)).where(*dead)
 
 
+def count_others(task: Table) -> Select[Any]:
+    """Count the other workers, some of which may be dead by now."""
+    table = worker_table(task)
+    return select(func.count(table.c.worker_id.distinct())).where(table.c.worker_id != MINE)
+
+
 def dismiss(task: Table) -> Delete:
     """Take ``:worker_id`` out, whose end is in order."""
     table = worker_table(task)

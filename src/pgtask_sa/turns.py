@@ -15,7 +15,9 @@ are cold. What waits besides is found by a **survey**, a statement that hops ove
 in the indexes. There is one at the start, before the next claim whenever the last survey is
 `SURVEY_INTERVAL` old, and when a claim found nothing. So an urgent task of a pair that was cold is
 noticed within that interval or at the next claim, whichever is later. (A survey that takes long is
-made less often.)
+made less often.) Of the pairs that the lane has met, and its types at priority 0, each claim looks
+for one cold one besides: a few index probes, so that where types are few, the trickle of one does
+not wait for a survey.
 
 A lane with nothing warm that is woken does not lose a round trip over it: it asks for the pairs
 that it has met, and for its types at priority 0, if they are few, and surveys if that was wrong.
@@ -77,6 +79,13 @@ class Turns:
     def next(self, most: int) -> list[Pair]:
         """Return the pairs whose turn it is, the first one first."""
         return [(level, kind) for level, _, _, kind in self._queue[:most]]
+
+    def with_scout(self, asked: Sequence[Pair], pair: Pair) -> list[Pair]:
+        """Put a cold pair where its turn would be among those that are asked for, before equals."""
+        entry = self._entry(pair)[:3]
+        self._passes.setdefault(pair, entry[2])  # the others pass by, until it is its turn
+        place = sum(warm[:3] < entry for warm in self._queue[: len(asked)])
+        return [*asked[:place], pair, *asked[place:]]
 
     def sorted(self, pairs: Iterable[Pair]) -> list[Pair]:
         """Return any pairs in the order in which their turns would be."""
@@ -164,6 +173,7 @@ class Claimer:
         self._looked = 0.0  # when the last survey was sent
         self._interval = SURVEY_INTERVAL
         self._met: set[Pair] = set()
+        self._scouts: list[Pair] = []  # cold pairs whose turn to be looked for is still to come
         self._planned = time.monotonic()
 
     def must_replan(self) -> bool:
@@ -211,8 +221,21 @@ class Claimer:
     def _rounds(self, tried: set[Pair]) -> Iterator[Ask]:
         """Yield claims of the warm pairs; with each that finds nothing there are fewer."""
         while asked := self.turns.next(max(MOST_TURNS, self.options.batch_size)):
+            asked = self._scouted(asked)
             yield self._claim(asked)
             tried.update(asked)
+
+    def _scouted(self, asked: list[Pair]) -> list[Pair]:
+        """Look for one cold pair as well; each gets its turn to be looked for."""
+        if self.options.fair_by or len(self.turns) > MOST_GUESSES:
+            return asked
+        if not self._scouts:
+            warm = self.turns.pairs()
+            self._scouts = [pair for pair in self._known() if pair not in warm]
+        if not self._scouts:
+            return asked
+        pair = self._scouts.pop()
+        return asked if pair in asked else self.turns.with_scout(asked, pair)
 
     def _claim(self, asked: Sequence[Pair]) -> Ask:
         assert self._way is not None  # noqa: S101
@@ -235,6 +258,9 @@ class Claimer:
 
     def _guesses(self) -> list[Pair]:
         """Return what may well be waiting; nothing, if that is a lot to ask for."""
-        own = set(self.types)
-        pairs = {(0, kind) for kind in own} | {pair for pair in self._met if pair[1] in own}
+        pairs = self._known()
         return self.turns.sorted(pairs) if len(pairs) <= MOST_GUESSES else []
+
+    def _known(self) -> set[Pair]:
+        own = set(self.types)
+        return {(0, kind) for kind in own} | {pair for pair in self._met if pair[1] in own}

@@ -12,6 +12,9 @@ while it waits. The protocol with the insert trigger:
 5. A notification that comes while nobody sleeps: the announcement is withdrawn, and from then on
    inserts cost nothing extra.
 
+All workers that sleep hear of a task, and one can have it. Where there are many, each decides by
+lot: a few wake a lane at once, the others look milliseconds later whether it is still there.
+
 Through a pooler neither LISTEN nor the lock can be had: they belong to a session, and there is
 none. Then polling alone must do, once a second at least while lanes sleep.
 """
@@ -43,6 +46,8 @@ from pgtask_sa.roster import Roster
 FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
+FEW = 3  # workers that answer a notification at once, on the average
+SECOND_LOOK = (0.002, 0.0002)  # seconds until the others look: at least, and for each of them
 RUNNING_POLL = 0.4
 POOLED_POLL = 1.0  # at most, where nobody tells us
 FOREVER = 3600.0
@@ -132,6 +137,7 @@ class Listener(threading.Thread):
         self.idle_interval = idle_interval
         self.report_interval = report_interval
         self.on_cancel: Callable[[int], object] = lambda _task_id: None
+        self.count_others: Callable[[], int] = lambda: 0  # workers
         self._ear, self._mouth = socket.socketpair()
         self._ear.setblocking(False)
         self._mouth.setblocking(False)
@@ -306,10 +312,14 @@ class Listener(threading.Thread):
     def _on_work(self, connection: Connection, oid: int) -> None:
         self._notified = False
         if self.bell.anyone_asleep():
-            self.bell.ring()
             # it may be a delayed task: look soon when it falls due
-            self._interval = AFTER_NOTIFY
-            self._next_poll = min(self._next_poll, time.monotonic() + AFTER_NOTIFY)
+            self._interval, wait = AFTER_NOTIFY, AFTER_NOTIFY
+            others = self.count_others()
+            if random.random() * (others + 1) < FEW:  # noqa: S311
+                self.bell.ring()
+            else:
+                wait = random.uniform(SECOND_LOOK[0], SECOND_LOOK[0] + SECOND_LOOK[1] * others)  # noqa: S311
+            self._next_poll = min(self._next_poll, time.monotonic() + wait)
         elif self._announced:
             connection.execute(statements.withdraw_sleep(), {"oid": oid})
             self._announced = False

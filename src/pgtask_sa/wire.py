@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import select
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import psycopg
@@ -62,9 +62,15 @@ class Wired:
         except psycopg.errors.InvalidSqlStatementName:
             # psycopg has all statements of its connection forgotten when it sees a ROLLBACK
             setattr(driver, PREPARED, set())
-            connection.exec_driver_sql("ROLLBACK")
-            result = self._execute(connection, driver, values, keep=keep)
+            result = self._once_more(connection, driver, values, keep=keep)
+        except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
+            getattr(driver, PREPARED).add(self.name)
+            result = self._once_more(connection, driver, values, keep=keep)
         return self._rows(driver, result)
+
+    def _once_more(self, connection: Connection, driver: Any, *given: Any, keep: bool) -> Any:
+        connection.exec_driver_sql("ROLLBACK")
+        return self._execute(connection, driver, *given, keep=keep)
 
     def _execute(
         self, connection: Connection, driver: Any, values: list[bytes | None], *, keep: bool
@@ -196,14 +202,15 @@ def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     return found
 
 
-def array(items: Iterable[Any]) -> str:
-    """Return the text of a Postgres array.
+def array(items: list[Any]) -> str:
+    """Return the text of a Postgres array of numbers or of texts.
 
     Example:
         >>> array([1, 2]), array(['A', 'a "b"', None])
-        ('{"1","2"}', '{"A","a \\\\"b\\\\"",NULL}')
+        ('{1,2}', '{"A","a \\\\"b\\\\"",NULL}')
     """
-    return f"{{{','.join(map(_element, items))}}}"
+    written = map(str, items) if items and isinstance(items[0], int) else map(_element, items)
+    return f"{{{','.join(written)}}}"
 
 
 def _element(item: Any) -> str:
