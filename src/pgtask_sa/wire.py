@@ -24,6 +24,7 @@ Results: TypeAlias = "list[pq.abc.PGresult]"
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
 PREPARED = "pgtask_prepared"  # attribute of a driver's connection: the names of statements
+SURPRISES = 2  # it is there, against expectation, and then is not, since the ROLLBACK after that
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _PSYCOPG = postgresql_psycopg.dialect()  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
@@ -57,20 +58,17 @@ class Wired:
         """
         values = self.parameters(given)
         driver: Any = connection.connection.driver_connection
-        try:
-            result = self._execute(connection, driver, values, keep=keep)
-        except psycopg.errors.InvalidSqlStatementName:
-            # psycopg has all statements of its connection forgotten when it sees a ROLLBACK
-            setattr(driver, PREPARED, set())
-            result = self._once_more(connection, driver, values, keep=keep)
-        except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
-            getattr(driver, PREPARED).add(self.name)
-            result = self._once_more(connection, driver, values, keep=keep)
-        return self._rows(driver, result)
-
-    def _once_more(self, connection: Connection, driver: Any, *given: Any, keep: bool) -> Any:
-        connection.exec_driver_sql("ROLLBACK")
-        return self._execute(connection, driver, *given, keep=keep)
+        for _ in range(SURPRISES):
+            try:
+                return self._rows(driver, self._execute(connection, driver, values, keep=keep))
+            except psycopg.errors.InvalidSqlStatementName:
+                # psycopg has all statements of its connection forgotten when it sees a ROLLBACK;
+                # others of ours may have been prepared since
+                getattr(driver, PREPARED).discard(self.name)
+            except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
+                getattr(driver, PREPARED).add(self.name)
+            connection.exec_driver_sql("ROLLBACK")
+        return self._rows(driver, self._execute(connection, driver, values, keep=keep))
 
     def _execute(
         self, connection: Connection, driver: Any, values: list[bytes | None], *, keep: bool

@@ -1,0 +1,50 @@
+"""Statements that go to libpq prepared, whatever the server has forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from sqlalchemy import literal_column, select
+
+from pgtask_sa.engines import worker_engine
+from pgtask_sa.wire import PREPARED, Wired
+
+
+@pytest.fixture
+def connection(db_url):
+    engine = worker_engine(db_url, 1)
+    with engine.connect() as connection:
+        yield connection
+    engine.dispose()
+
+
+@pytest.fixture
+def fetch(connection):
+    """Fetch one of two statements in a transaction of its own."""
+    statements = [Wired(select(literal_column(str(number)).label("n"))) for number in range(2)]
+
+    def fetch(number: int):
+        with connection.begin():
+            return statements[number].fetch(connection, {}, keep=True)
+
+    return fetch
+
+
+def _driver(connection):
+    return connection.connection.driver_connection
+
+
+def test_statements_that_were_forgotten_one_after_the_other(connection, fetch):
+    """What was prepared since all were forgotten is still known when another one is missed."""
+    fetch(0)
+    _driver(connection).execute("deallocate all")
+    _driver(connection).commit()
+    assert [[{"n": n}] for n in (1, 0, 1, 0)] == [fetch(n) for n in (1, 0, 1, 0)]
+
+
+def test_a_statement_that_is_there_against_expectation(connection, fetch):
+    """It is used; and prepared again, if the ROLLBACK in between has all of them forgotten."""
+    fetch(0)
+    setattr(_driver(connection), PREPARED, set())
+    _driver(connection).execute("select 1", prepare=True)
+    _driver(connection).commit()
+    assert [{"n": 0}] == fetch(0)
