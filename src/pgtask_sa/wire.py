@@ -58,23 +58,30 @@ class Wired:
         """
         values = self.parameters(given)
         driver: Any = connection.connection.driver_connection
-        for _ in range(SURPRISES):
+        for tries in range(SURPRISES):
             try:
-                return self._rows(driver, self._execute(connection, driver, values, keep=keep))
+                return self._rows(
+                    driver, self._execute(connection, driver, values, keep=keep, afresh=tries > 0)
+                )
             except psycopg.errors.InvalidSqlStatementName:
                 # psycopg has all statements of its connection forgotten when it sees a ROLLBACK;
                 # others of ours may have been prepared since
                 getattr(driver, PREPARED).discard(self.name)
             except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
                 getattr(driver, PREPARED).add(self.name)
-            connection.exec_driver_sql("ROLLBACK")
-        return self._rows(driver, self._execute(connection, driver, values, keep=keep))
+        return self._rows(driver, self._execute(connection, driver, values, keep=keep, afresh=True))
 
     def _execute(
-        self, connection: Connection, driver: Any, values: list[bytes | None], *, keep: bool
+        self,
+        connection: Connection,
+        driver: Any,
+        values: list[bytes | None],
+        *,
+        keep: bool,
+        afresh: bool,
     ) -> Any:
         dbapi: Any = connection.connection.dbapi_connection
-        self._send(driver, values, keep=keep)
+        self._send(driver, values, keep=keep, afresh=afresh)
         steps = _answers(driver.pgconn)
         if hasattr(dbapi, "run_async"):
             found = dbapi.run_async(lambda _driver: _await(driver.pgconn, steps))
@@ -88,10 +95,12 @@ class Wired:
             getattr(driver, PREPARED).add(self.name)
         return found[-1]
 
-    def _send(self, driver: Any, values: list[bytes | None], *, keep: bool) -> None:
+    def _send(self, driver: Any, values: list[bytes | None], *, keep: bool, afresh: bool) -> None:
         pgconn = driver.pgconn
-        begins = pgconn.transaction_status == pq.TransactionStatus.IDLE
+        begins = afresh or pgconn.transaction_status == pq.TransactionStatus.IDLE
         pgconn.enter_pipeline_mode()
+        if afresh:  # psycopg must not see it, or would forget everything once more
+            pgconn.send_query_params(b"ROLLBACK", None)
         if begins:
             pgconn.send_query_params(BEGIN, None)
         if keep:
