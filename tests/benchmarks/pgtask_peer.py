@@ -14,9 +14,9 @@ from sqlalchemy.orm import sessionmaker
 from pgtask_sa import Task, TaskRegistry, TaskSession, Worker
 
 BATCH = b.tune(1)
-# Batches are bound by Python, where a second thread is only in the way; single tasks wait for their
-# commits, and another lane works meanwhile.
-LANES = 4 if BATCH == 1 else 1
+# Single tasks wait for their commits, and other lanes work meanwhile. Batches are bound by Python; a
+# second lane claims while the first one works, and a third would only be in the way.
+LANES = 4 if BATCH == 1 else 2
 META = {
     "name": "pgtask_sa",
     "dists": ["pgtask_sa", "sqlalchemy", "psycopg"],
