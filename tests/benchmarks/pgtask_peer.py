@@ -14,8 +14,8 @@ from sqlalchemy.orm import sessionmaker
 from pgtask_sa import Task, TaskRegistry, TaskSession, Worker
 
 BATCH = b.tune(1)
-# Single tasks wait for their commits, and other lanes work meanwhile. Batches are bound by Python; a
-# second lane claims while the first one works, and a third would only be in the way.
+# Single tasks wait for their commits, and other lanes work meanwhile. Batches are bound by Python:
+# a second lane claims while the first one works, a third would only be in the way.
 LANES = 4 if BATCH == 1 else 2
 META = {
     "name": "pgtask_sa",
