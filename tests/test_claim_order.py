@@ -13,7 +13,7 @@ from sqlalchemy import TIMESTAMP, cast, literal, text
 from pgtask_sa import ConfigurationError, TaskRegistry, Worker
 from pgtask_sa.claim import fair_claim, random_claim
 from pgtask_sa.claim_orders import ClaimOptions
-from pgtask_sa.turns import REPLAN_INTERVAL, Claimer
+from pgtask_sa.turns import MANY_CLAIMS, REPLAN_INTERVAL, SLOW_CLAIM, Claimer
 
 if TYPE_CHECKING:
     from sqlalchemy import Engine
@@ -257,8 +257,11 @@ def test_retries_and_new_tasks_do_not_starve_each_other(
     assert {1001, 1002, 1003, 1004, 1005} == {task_id for task_id in found if task_id > 1000}
 
 
-def test_plans_are_renewed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claimer asks for new plans once in an interval, and no more often."""
+@pytest.mark.parametrize(("claims", "seconds"), [(MANY_CLAIMS, 0.0), (1, 2 * SLOW_CLAIM)])
+def test_plans_are_renewed_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, claims: int, seconds: float
+) -> None:
+    """After many claims, or a slow one, a claimer asks for new plans, once in an interval."""
     clock = [100.0]
     monkeypatch.setattr("pgtask_sa.turns.time.monotonic", lambda: clock[0])
     chooser = claimer()
@@ -266,7 +269,25 @@ def test_plans_are_renewed_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     for step in (0.0, REPLAN_INTERVAL, 0.0, REPLAN_INTERVAL / 2, REPLAN_INTERVAL / 2):
         clock[0] += step
         asked.append(chooser.must_replan())
+        for _ in range(claims):
+            next(iter(chooser.statements()))
+            clock[0] += seconds
+            chooser.learn([])
     assert [False, True, False, False, True] == asked
+
+
+def test_a_lane_with_little_to_do_keeps_its_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To plan anew would take as long as all the rest until a single task starts."""
+    clock = [100.0]
+    monkeypatch.setattr("pgtask_sa.turns.time.monotonic", lambda: clock[0])
+    chooser = claimer()
+    asked = []
+    for _ in range(10):
+        next(iter(chooser.statements()))
+        chooser.learn([])
+        clock[0] += REPLAN_INTERVAL
+        asked.append(chooser.must_replan())
+    assert [False] * 10 == asked
 
 
 @pytest.fixture(autouse=True)

@@ -208,6 +208,7 @@ def discarded() -> Iterator[list[str]]:
 def test_three_workers_on_one_connection(direct_db_url, narrow_url, monkeypatch, discarded):
     """F8: statements that come again and again, and a prepared one would be somewhere else."""
     monkeypatch.setattr("pgtask_sa.turns.REPLAN_INTERVAL", 0.0)
+    monkeypatch.setattr("pgtask_sa.turns.MANY_CLAIMS", 0)
     workers = [
         _running(direct_db_url, narrow_url, concurrency=1, drain=True, batch_size=size)
         for size in (1, 1, 5)

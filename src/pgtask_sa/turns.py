@@ -54,7 +54,10 @@ SURVEY_INTERVAL = 0.05
 # And if it takes long, since dead rows that somebody's snapshot holds are in its way, never more
 # than a twentieth of all time.
 MOST_OF_TIME = 20
-REPLAN_INTERVAL = 1.0  # seconds; a tenth of a millisecond each time, and one planning
+# To plan anew costs half a millisecond: nothing among many claims, and worth a try after a slow
+# one, but half of the time until a single task starts on an idle worker.
+REPLAN_INTERVAL = 1.0  # seconds
+MANY_CLAIMS, SLOW_CLAIM = 100, 0.005  # claims; seconds
 MOST_GUESSES = 20  # pairs, each some index probes that may be in vain
 MOST_TURNS = 20  # pairs in one statement; all are warm, so the first ones should do
 MOST_PASSES = 10_000
@@ -174,25 +177,29 @@ class Claimer:
         self._interval = SURVEY_INTERVAL
         self._met: set[Pair] = set()
         self._scouts: list[Pair] = []  # cold pairs whose turn to be looked for is still to come
-        self._planned = time.monotonic()
+        self._planned = self._sent = time.monotonic()
+        self._claims, self._slowest = 0, 0.0  # since then
 
     def must_replan(self) -> bool:
         """Say, once in a while, that `REPLAN` is to be executed before the next claim."""
         now = time.monotonic()
-        if now - self._planned < REPLAN_INTERVAL:
+        pays = self._claims >= MANY_CLAIMS or self._slowest > SLOW_CLAIM
+        if not pays or now - self._planned < REPLAN_INTERVAL:
             return False
-        self._planned = now
+        self._planned, self._claims, self._slowest = now, 0, 0.0
         return True
 
     def statements(self) -> Iterator[Ask]:
         """Yield statements and parameters, each further one only if `learn` returned no tasks."""
-        if self._plain is not None:
-            yield from self._plain.asks(self.types)
-        else:
-            yield from self._in_turns()
+        asks = self._in_turns() if self._plain is None else self._plain.asks(self.types)
+        for ask in asks:
+            self._sent = time.monotonic()
+            yield ask
 
     def learn(self, rows: Sequence[Row]) -> list[Row]:
         """Take what a statement returned; return the tasks among it in the order of their turns."""
+        self._claims += 1
+        self._slowest = max(self._slowest, time.monotonic() - self._sent)
         if self._way is None:
             assert self._plain is not None  # noqa: S101
             return self._plain.in_order(rows)

@@ -265,7 +265,9 @@ class Listener(threading.Thread):
         self._watching = self.bell.anyone_asleep()
         if self._watching and not self._announced:
             self._announce(connection, oid)
-        select.select([driver.fileno(), self._ear], [], [], min(most, self._patience()))
+        # a notification may have come along with the answer to our own last look
+        wait = 0.0 if self._notified else min(most, self._patience())
+        select.select([driver.fileno(), self._ear], [], [], wait)
         self._drain_pokes()
         self._hear(driver)
         if self._notified:
