@@ -279,10 +279,13 @@ def test_a_worker_in_a_thread_leaves_signals_alone(db_url):
 @pytest.mark.direct
 def test_nothing_is_left_of_a_worker(db_url):
     """After run() no thread of it is alive, and no connection of it is open."""
+    before = set(threading.enumerate())  # of other tests, in whose nature it is to leave some
     with Running(db_url, _registry("A")) as running:
         running.until_idle()
     assert 0 == running.code
-    running.until(lambda: [] == [t for t in threading.enumerate() if "pgtask" in t.name])
+    running.until(
+        lambda: [] == [t for t in set(threading.enumerate()) - before if "pgtask" in t.name]
+    )
     others = (
         "select 1 from pg_stat_activity"
         " where datname = current_database() and pid <> pg_backend_pid()"
