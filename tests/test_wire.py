@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from sqlalchemy import literal_column, select
+from itertools import pairwise
 
+import pytest
+from sqlalchemy import Engine, event, literal_column, select, text
+from sweeping import Sweeper
+
+from pgtask_sa import ground
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.wire import PREPARED, Wired
 
@@ -48,3 +52,39 @@ def test_a_statement_that_is_there_against_expectation(connection, fetch):
     _driver(connection).execute("select 1", prepare=True)
     _driver(connection).commit()
     assert [{"n": 0}] == fetch(0)
+
+
+@pytest.mark.parametrize(("batch_size", "expected"), [(1, 4), (5, 2)])
+def test_what_is_sent_for_a_task_that_writes(db_url, monkeypatch, batch_size, expected):
+    """Claim, savepoint, the row, COMMIT; in a batch savepoint and row. The note is presence's."""
+    sent: list[str] = []
+
+    def counted(owner, name):
+        whole = getattr(owner, name)
+
+        def send(*given, **named):
+            sent.append(name)
+            return whole(*given, **named)
+
+        monkeypatch.setattr(owner, name, send)
+
+    def see(_connection, _cursor, statement, *_):
+        sent.append(statement)
+
+    sweeper, marks = Sweeper("sync", db_url, batch_size=batch_size), []
+
+    @sweeper.handler()
+    def body(session, params, task):
+        session.execute(text("insert into mark values (1)"))
+        marks.append(len(sent))
+
+    sweeper.enqueue(*[{}] * 5)
+    counted(Wired, "_send")
+    counted(ground, "send")
+    event.listen(Engine, "before_cursor_execute", see)
+    try:
+        sweeper.sweep(5 // batch_size)
+    finally:
+        event.remove(Engine, "before_cursor_execute", see)
+    sweeper.close()
+    assert [expected] * 3 == [after - before for before, after in pairwise(marks[1:])]

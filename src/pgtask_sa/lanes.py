@@ -39,6 +39,7 @@ from pgtask_sa.solitude import LOOK, Gate, Solitary
 from pgtask_sa.turns import Claimer
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
 from pgtask_sa.watchdog import Watch, Watchdog
+from pgtask_sa.wire import resolve
 
 PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
 RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
@@ -367,7 +368,7 @@ class AsyncLane:
 
         def wake() -> None:
             with suppress(RuntimeError):  # the loop has ended, and the lane with it
-                loop.call_soon_threadsafe(_resolve, woken)
+                loop.call_soon_threadsafe(resolve, woken)
 
         if self.shared.bell.sleep(self.kind, wake):
             await woken
@@ -384,8 +385,3 @@ class AsyncLane:
             self.execution.cut = True
         if self.task is not None:
             self.task.cancel()
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -183,9 +183,9 @@ async def _await(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) ->
 async def _ready(socket: int, events: int) -> None:
     loop = asyncio.get_running_loop()
     is_ready = loop.create_future()
-    loop.add_reader(socket, _resolve, is_ready)
+    loop.add_reader(socket, resolve, is_ready)
     if events & select.POLLOUT:
-        loop.add_writer(socket, _resolve, is_ready)
+        loop.add_writer(socket, resolve, is_ready)
     try:
         await is_ready
     finally:
@@ -194,7 +194,8 @@ async def _ready(socket: int, events: int) -> None:
             loop.remove_writer(socket)
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def resolve(future: asyncio.Future[None]) -> None:
+    """Let those go on who wait for a future, unless they have given up."""
     if not future.done():
         future.set_result(None)
 
