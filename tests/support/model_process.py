@@ -265,8 +265,10 @@ class Lane:
         try:
             if self._connection is None:
                 self._connect()
-            if self._sweep():
+            while self._sweep():
                 self._leased.run()
+                if not self._goes_on():
+                    break
             else:
                 self.process.presence.rest(self.entry)
         except BaseException as raised:
@@ -276,6 +278,14 @@ class Lane:
             del self.process.threads[threading.get_ident()]
         self.log.append(("end", error))
         self._quiet.put("end")
+
+    def _goes_on(self) -> bool:
+        """Say whether to run what was claimed ahead; or let it go, as a lane that has to wait."""
+        if self.execution.claiming.holds and self.process.chance.random() < 0.5:
+            self.log.append(("goes_on",))
+            return True
+        self.execution.pause()
+        return False
 
     def _connect(self) -> None:
         """Set the lane up; as `lanes.Shared.execution` does."""
