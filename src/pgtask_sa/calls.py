@@ -56,13 +56,18 @@ def _view(handler: Handler, claimed: Claimed, raw: Any, tables: Tables) -> TaskV
     )
 
 
+_FORKS: list[None] = []  # one for each fork between the first process and this one
+if hasattr(os, "register_at_fork"):  # to ask for the pid is a system call, and tasks are many
+    os.register_at_fork(after_in_child=lambda: _FORKS.append(None))
+
+
 def in_one_process(function: Callable[..., T], given: tuple[Any, ...]) -> T:
     """Call a handler, and let only the process that called come back: the handler may fork.
 
     A child that returned, or raised something, would otherwise settle the task as well, and claim
     the next one.
     """
-    pid, code = os.getpid(), 1
+    before, code = len(_FORKS), 1
     try:
         result = function(*given)
         code = 0
@@ -70,14 +75,14 @@ def in_one_process(function: Callable[..., T], given: tuple[Any, ...]) -> T:
         code = _exit_code(end)
         raise
     finally:
-        if os.getpid() != pid:
+        if len(_FORKS) != before:
             os._exit(code)
     return result
 
 
 async def in_one_process_async(coroutine: Any) -> None:
     """Await a handler, as `in_one_process` calls one."""
-    pid, code = os.getpid(), 1
+    before, code = len(_FORKS), 1
     try:
         await coroutine
         code = 0
@@ -85,7 +90,7 @@ async def in_one_process_async(coroutine: Any) -> None:
         code = _exit_code(end)
         raise
     finally:
-        if os.getpid() != pid:
+        if len(_FORKS) != before:
             os._exit(code)
 
 
