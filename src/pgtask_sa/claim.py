@@ -343,6 +343,7 @@ def take(
     more: Sequence[ColumnElement[Any]] = (),
     *,
     in_order: bool = False,
+    by_one: bool = False,
 ) -> Executable:
     """Delete the rows that ``chosen`` locked, its columns being ``task_id`` and ``touched``.
 
@@ -351,6 +352,9 @@ def take(
         chosen: what to take.
         limit: how many rows that may be, at most.
         more: further columns to return.
+        by_one: compare with one number, not with an array, where the limit is 1. The planner takes
+            an array for ten numbers, and where it believes that the table holds only a few rows it
+            would rather read all of it, the dead ones as well.
         in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
     """
     found = chosen.cte("chosen").prefix_with("MATERIALIZED")
@@ -361,7 +365,10 @@ def take(
         returned.append(func.array_position(ids, table.c.task_id).label(PLACE))
     if limit == 1:
         returned.append(_announce(table))
-    taken = delete(table).where(table.c.task_id == any_(ids))
+    number: Any = any_(ids)
+    if by_one and limit == 1:
+        number = select(found.c.task_id).scalar_subquery()
+    taken = delete(table).where(table.c.task_id == number)
     return taken.returning(*returned)
 
 

@@ -131,8 +131,8 @@ class Tail:
         """Let the floor rise to what was the greatest number some time ago."""
         if self._mark is not None and self._sent >= self._mark[0] + LAG:
             self._floor, self._mark, self.in_use = self._mark[1], None, True
-        if self._mark is None and newest is not None:
-            self._mark = self._sent, newest
+        if self._mark is None:
+            self._mark = self._sent, FIRST if newest is None else newest
 
     def _leave(self, now: float) -> None:
         self.in_use, self._mark, self._floor, self._others = False, None, FIRST, []

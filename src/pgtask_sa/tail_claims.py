@@ -24,7 +24,6 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
-    any_,
     bindparam,
     case,
     cast,
@@ -74,7 +73,7 @@ def tail_claim(table: Table, limit: int, *, now: Now | None = None) -> Executabl
         .lateral("picked")
     )
     chosen = select(picked.c.task_id, picked.c.touched).select_from(in_order.join(picked, true()))
-    return take(table, chosen.limit(integer(limit)), limit)
+    return take(table, chosen.limit(integer(limit)), limit, by_one=True)
 
 
 def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -> Select[Any]:
@@ -136,12 +135,18 @@ def _waiting(table: Table, now: Now) -> CTE:
         .limit(integer(MOST_WAITING))
         .subquery("newest")
     )
-    ids = cast(bindparam("others", type_=ARRAY(BigInteger)), ARRAY(table.c.task_id.type))
-    hidden = func.array(select(func.unnest(ids)).scalar_subquery(), type_=ids.type)
-    some = select(*columns).where(table.c.task_id == any_(hidden), _is_claimable(table, now))
-    parts = [newest, _fallen_due(table, now), some.subquery("others")]
+    parts = [newest, _fallen_due(table, now), _others(table, now)]
     # not all: the same task may be among several of them
     return union(*[select(*part.c) for part in parts]).cte("waiting").prefix_with("MATERIALIZED")
+
+
+def _others(table: Table, now: Now) -> Subquery:
+    ids = cast(bindparam("others", type_=ARRAY(BigInteger)), ARRAY(table.c.task_id.type))
+    given = func.unnest(ids).table_valued("number").render_derived(name="given")
+    same = table.c.task_id == given.c.number
+    one = select(*_columns(table)).where(same, _is_claimable(table, now)).limit(integer(1))
+    found = one.correlate(given).lateral("one")
+    return select(*found.c).select_from(given.join(found, true())).subquery("others")
 
 
 def _columns(table: Table) -> list[ColumnElement[Any]]:
@@ -150,8 +155,8 @@ def _columns(table: Table) -> list[ColumnElement[Any]]:
 
 
 # The planner knows nothing of dead rows, and believes its statistics of the living. Conditions are
-# put so that it takes the primary key, for a range that it cannot but hold for small, and no other
-# index: of an empty array it knows that every partial index would do.
+# put so that it takes the primary key, for a range that it cannot but hold for small or for one
+# number after the other, and no other index.
 
 
 def _is_at_the_end(table: Table) -> ColumnElement[bool]:

@@ -237,8 +237,9 @@ class Claimer:
         yield from self._rounds(tried)
         if not is_late:
             yield self._look()
-            if self.turns.pairs() - tried:  # else they are those that others hold
+            if self.turns.pairs() - tried or self._looked_thoroughly():
                 yield from self._rounds(tried)
+            # else they are those that others hold
 
     def _rounds(self, tried: set[Pair]) -> Iterator[Ask]:
         """Yield claims of the warm pairs; with each that finds nothing there are fewer."""
@@ -275,6 +276,10 @@ class Claimer:
         if tail is not None and self._looks_at_tail:
             return tail.look({*self._known(), *self.turns.pairs()}, self.types)
         return self._survey, {"types": self.types}
+
+    def _looked_thoroughly(self) -> bool:
+        """Say whether the last look may have found tasks that no claim before it could take."""
+        return self._looks_at_tail and self._tail is not None and self._tail.thorough
 
     def _is_late(self) -> bool:
         if self._tail is not None and self._tail.must_look():
