@@ -374,7 +374,8 @@ class Lanes:
 
     def __init__(self, engine: Engine, clock: list[float], batch_size: int) -> None:
         self.engine, self.clock = engine, clock
-        self.lanes = [(engine.connect(), claimer("AB", batch_size=batch_size)) for _ in range(3)]
+        choosers = [at_the_end(engine, clock, "AB", batch_size=batch_size) for _ in range(3)]
+        self.lanes = [(engine.connect(), chooser) for chooser in choosers]
         self.late: list[Connection | None] = [None, None]
         self.held: dict[int, list[int]] = {n: [] for n in range(3)}
         self.done: list[int] = []
