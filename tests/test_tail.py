@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import own_models
 import pytest
 from claiming import TASK, analyze, claimer, fill, ids, left, sweep, sweep_all
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from own_models import EnumJob
 from plans import Plan, explain
@@ -365,8 +365,12 @@ STEPS = st.lists(
         st.tuples(st.sampled_from(["commit", "rollback"]), st.integers(0, 2), st.just("")),
         st.tuples(st.just("wait"), st.sampled_from([0.01, 0.6, 1.5]), st.just("")),
     ),
+    min_size=8,
     max_size=40,
 )
+WAITS: list[Any] = [("wait", 1.5, "")] * 4  # until floors have risen
+LATE: list[Any] = [("add later", 0, ""), ("add", 1, "null"), *WAITS]
+HELD: list[Any] = [("add", 3, "null"), ("claim", 0, ""), ("add", 1, "null"), *WAITS]
 
 
 class Lanes:
@@ -388,6 +392,8 @@ class Lanes:
             self._late(number)
         elif what == "wait":
             self.clock[0] += number
+            for lane in range(3):  # each looks, and its floor rises
+                self.step("claim", lane, "")
         elif what == "claim":
             connection, chooser = self.lanes[number]
             self.held[number] += ids(sweep(connection, chooser))
@@ -436,6 +442,8 @@ class Lanes:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(steps=STEPS, batch_size=st.sampled_from([1, 3]))
+@example(steps=LATE, batch_size=1)
+@example(steps=HELD, batch_size=3)
 def test_nothing_is_skipped_for_ever(
     engine: Engine, slow: list[float], steps: list[Any], batch_size: int
 ) -> None:
