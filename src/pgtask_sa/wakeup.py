@@ -217,7 +217,6 @@ class Listener(threading.Thread):
         oid = connection.execute(statements.table_oid(self.table)).scalar()
         if oid is None:
             raise no_table(self.table)
-        self._lookout = Lookout(self.table)
         turn = self._set_up(connection, driver, int(oid))
         self._announced, self._notified, self._watching = False, False, False
         self.bell.ring()  # whatever was missed while we were away
@@ -229,6 +228,7 @@ class Listener(threading.Thread):
 
     def _set_up(self, connection: Connection, driver: Any, oid: int) -> Callable[[float], None]:
         """Listen, if that can be had here; return what a turn is then."""
+        self._lookout = Lookout(self.table)
         if is_pooled(connection):
             self._longest = min(POOLED_POLL, self.idle_interval)
             self._tell_of_polling()
