@@ -19,6 +19,7 @@ from pgtask_sa import (
     presence_statements,
     reports,
     statements,
+    tail_claims,
 )
 from pgtask_sa.presence_table import worker_table
 from pgtask_sa.statements import mapped_names
@@ -57,6 +58,10 @@ CASES: dict[str, Callable[[], Executable]] = {
     "expression_claim.shuffled": lambda: custom_claims.expression_claim(
         TASK, 10, TASK.c.attempts, shuffled=True
     ),
+    "tail_claim": lambda: tail_claims.tail_claim(TASK, 1),
+    "tail_claim.enum_batch": lambda: tail_claims.tail_claim(ENUM, 10),
+    "tail_look": lambda: tail_claims.tail_look(TASK),
+    "tail_look.next_due": lambda: tail_claims.tail_look(ENUM, next_due=True),
     "claim_by_id": lambda: claim.claim_by_id(TASK),
     "claim_by_force": lambda: claim.claim_by_force(TASK),
     "retry": lambda: statements.retry(TASK, mapped_names(TASK)),
@@ -121,7 +126,15 @@ CASES: dict[str, Callable[[], Executable]] = {
     "holder": lambda: reports.holder(TASK),
 }
 
-MODULES = (claim, custom_claims, statements, reports, presence_statements, lease_statements)
+MODULES = (
+    claim,
+    custom_claims,
+    tail_claims,
+    statements,
+    reports,
+    presence_statements,
+    lease_statements,
+)
 # Public functions of these modules that return parts of statements, or no SQL.
 PARTS = {
     "server_now",

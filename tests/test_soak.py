@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from waiting import wait_until
 sys.path.append(str(Path(__file__).with_name("benchmarks")))
 
 from soak import Soak
+from soak_load import TYPES
 from soak_samples import explain_claim, held_snapshot
 
 if TYPE_CHECKING:
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 RATE, SECONDS = 200, 8
+TOLD_WITHIN = 1.5  # seconds
+DEAD, TRICKLE = 100_000, 30
 CLEAN = 150  # buffers of a claim that finds nothing, of three types, where nothing is in its way
 SETTLED = {"task": 0, "dead_task": 0}
 
@@ -37,6 +41,33 @@ def buffers(engine: Engine) -> int:
     """Count what the dearer of the two claims touches now."""
     with engine.connect() as connection:
         return max(explain_claim(connection, due_first=first)[1] for first in (False, True))
+
+
+def walked(engine: Engine) -> int:
+    """Count the entries of the lottery's index that were read until now."""
+    reads = "select idx_tup_read from pg_stat_user_indexes where indexrelname = 'task_ready_idx'"
+    with engine.connect() as connection:
+        return int(connection.scalar(text(reads)) or 0)  # each server process tells once a second
+
+
+def until_told(engine: Engine) -> None:
+    """Wait until nothing more is told for longer than that."""
+    last = [(walked(engine), time.monotonic())]
+
+    def is_still() -> bool:
+        if (now := walked(engine)) != last[0][0]:
+            last[0] = now, time.monotonic()
+        return time.monotonic() - last[0][1] > TOLD_WITHIN
+
+    wait_until(is_still, 30, 0.2)
+
+
+def leave_dead(engine: Engine) -> None:
+    """Leave many tasks of the first type dead."""
+    fill = f"insert into task (task_type) select '{TYPES[0]}' from generate_series(1, {DEAD})"
+    for statement in (fill, "delete from task"):
+        with engine.begin() as connection:
+            connection.execute(text(statement))
 
 
 def vacuumed(engine: Engine) -> bool:
@@ -66,3 +97,32 @@ def test_soak(soak: Soak) -> None:
         assert [] == [each for each in samples if each.buffers > CLEAN + 1.5 * rows]
         assert buffers(engine) <= CLEAN + 1.5 * rows
     wait_until(lambda: vacuumed(engine), 10, 0.2)
+
+
+def done_one_by_one(soak: Soak, count: int) -> None:
+    """Enqueue tasks, each when the one before is done."""
+    params = '{"i": 0, "starts": 0, "delayed": false}'
+    insert = f"insert into task (task_type, params) values ('{TYPES[0]}', '{params}')"
+    start = soak.sampler.done()
+    for number in range(1, count + 1):
+        with soak.sampler.engine.begin() as connection:
+            connection.exec_driver_sql(insert)
+        wait_until(lambda number=number: soak.sampler.done() == start + number, 20, 0.005)
+
+
+def test_a_crowd_of_dead_rows_is_not_walked_over(soak: Soak) -> None:
+    """When workers have found the end of the queue, all tasks are done past the dead.
+
+    By lottery each look at an empty queue walks over all of them.
+    """
+    engine = soak.sampler.engine
+    with held_snapshot(engine):
+        leave_dead(engine)
+        assert list(soak.samples(every=1))
+        assert soak.drained(timeout=60)
+        until_told(engine)
+        start = walked(engine)
+        done_one_by_one(soak, TRICKLE)
+        until_told(engine)
+        assert walked(engine) - start < DEAD * TRICKLE / 10
+        wait_until(lambda: soak.left() == SETTLED)

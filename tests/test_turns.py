@@ -225,7 +225,7 @@ def test_a_lane_with_many_types_looks_first(engine: Engine, clock: list[float]) 
         assert ["survey", "claim"] == sent.take()
 
 
-def test_a_claim_names_only_what_waits(engine: Engine) -> None:
+def test_a_claim_names_only_what_waits(engine: Engine, clock: list[float]) -> None:
     """Of 500 types those that wait are in the statement, and one other to be looked for."""
     fill(engine, 2, "K3")
     fill(engine, 2, "K400")

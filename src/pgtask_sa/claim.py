@@ -53,6 +53,11 @@ It carries one thing more: whether ``xmax`` of a row was set before we locked it
 transaction had locked or deleted the row, and came to nothing: perhaps its worker died. See
 `presence`.
 
+There is one thing that the lottery cannot stand: a queue that is all but empty while somebody's
+snapshot keeps all that is done from being cleaned up. The indexes are full of dead entries then,
+and (3) and (5) walk over them until they find one that lives. Lanes that meet with that claim from
+the end of the primary key instead. See `tail`.
+
 The two literal orders, ``random`` and ``tablesample``, are the same statement around
 ``order by priority, random()``, with an optional CASE between. They are simple and exact, and they
 read the whole queue (or a sample of it) on every claim.
@@ -337,6 +342,7 @@ def take(
     more: Sequence[ColumnElement[Any]] = (),
     *,
     in_order: bool = False,
+    by_one: bool = False,
 ) -> Executable:
     """Delete the rows that ``chosen`` locked, its columns being ``task_id`` and ``touched``.
 
@@ -345,6 +351,9 @@ def take(
         chosen: what to take.
         limit: how many rows that may be, at most.
         more: further columns to return.
+        by_one: compare with one number, not with an array, where the limit is 1. The planner takes
+            an array for ten numbers, and where it believes that the table holds only a few rows it
+            would rather read all of it, the dead ones as well.
         in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
     """
     found = chosen.cte("chosen").prefix_with("MATERIALIZED")
@@ -355,7 +364,10 @@ def take(
         returned.append(func.array_position(ids, table.c.task_id).label(PLACE))
     if limit == 1:
         returned.append(_announce(table))
-    taken = delete(table).where(table.c.task_id == any_(ids))
+    number: Any = any_(ids)
+    if by_one and limit == 1:
+        number = select(found.c.task_id).scalar_subquery()
+    taken = delete(table).where(table.c.task_id == number)
     return taken.returning(*returned)
 
 

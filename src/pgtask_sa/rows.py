@@ -27,8 +27,13 @@ def whole_row(table: Table) -> ColumnElement[Any]:
 
 def quoted(table: Table) -> str:
     """Return the name of a table, without its schema, as it stands in a statement."""
-    name: str = _POSTGRES.identifier_preparer.quote(table.name)
-    return name
+    return quoted_name(table.name)
+
+
+def quoted_name(name: str) -> str:
+    """Return a name as it stands in a statement."""
+    text: str = _POSTGRES.identifier_preparer.quote(name)
+    return text
 
 
 class RowType(UserDefinedType[str]):

@@ -25,7 +25,6 @@ that it has met, and for its types at priority 0, if they are few, and surveys i
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from bisect import bisect_left, insort
@@ -47,6 +46,7 @@ from pgtask_sa.claim_orders import (
     pair_of,
 )
 from pgtask_sa.statements import survey
+from pgtask_sa.tail import Tail
 
 Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task type
 
@@ -166,19 +166,23 @@ class Claimer:
         self.turns = Turns(options, self._random)
         self._plain: Plain | None = None
         self._way: InTurns | None = None
+        self._tail: Tail | None = None
         if options.order != "fair" or options.expression is not None:
             self._plain = Plain(table, options)
         else:
             kind = ByKey if options.fair_by else ByType
             self._way = kind(table, options, self._random)
+            self._tail = None if options.fair_by else Tail(table, options.batch_size)
         self._survey = survey(table)
         self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
+        self._looks_at_tail = False  # the look that was sent last
         self._surveyed: float | None = None  # when
         self._looked = 0.0  # when the last survey was sent
         self._interval = SURVEY_INTERVAL
         self._met: set[Pair] = set()
         self._scouts: list[Pair] = []  # cold pairs whose turn to be looked for is still to come
         self._planned = self._sent = time.monotonic()
+        self._along = False
         self._claims, self._slowest = 0, 0.0  # since then
 
     def must_replan(self) -> bool:
@@ -194,27 +198,33 @@ class Claimer:
         """Yield statements and parameters, each further one only if `learn` returned no tasks."""
         asks = self._in_turns() if self._plain is None else self._plain.asks(self.types)
         for ask in asks:
-            self._sent = time.monotonic()
+            self._sent, self._along = time.monotonic(), False
             yield ask
 
     def sent_along(self) -> None:
-        """Note that the last statement travels with something else: its time says nothing."""
-        self._sent = math.inf
+        """Note that the last statement travels with a COMMIT, which may take long by itself."""
+        self._along = True
 
     def learn(self, rows: Sequence[Row]) -> list[Row]:
         """Take what a statement returned; return the tasks among it in the order of their turns."""
         self._claims += 1
-        self._slowest = max(self._slowest, time.monotonic() - self._sent)
+        self._note_time(time.monotonic() - self._sent)
         if self._way is None:
             assert self._plain is not None  # noqa: S101
             return self._plain.in_order(rows)
         if self._asked is None:
-            self._note_survey({(row["level"], row["kind"]) for row in rows})
+            self._note_survey(rows)
             return []
         taken = Counter(map(pair_of, rows))
         limit, by_level = self.options.batch_size, self._way.by_level
         self.turns.count(self._asked, taken, limit, by_level=by_level)
         return self._way.in_order(rows, self._asked, taken)
+
+    def _note_time(self, seconds: float) -> None:
+        if not self._along:
+            self._slowest = max(self._slowest, seconds)
+        if self._tail is not None and not (self._tail.in_use or self._looks_at_tail):
+            self._tail.timed(seconds, along=self._along)
 
     def _in_turns(self) -> Iterator[Ask]:
         guesses = [] if self.turns or self._surveyed is None else self._guesses()
@@ -227,8 +237,9 @@ class Claimer:
         yield from self._rounds(tried)
         if not is_late:
             yield self._look()
-            if self.turns.pairs() - tried:  # else they are those that others hold
+            if self.turns.pairs() - tried or self._looked_thoroughly():
                 yield from self._rounds(tried)
+            # else they are those that others hold
 
     def _rounds(self, tried: set[Pair]) -> Iterator[Ask]:
         """Yield claims of the warm pairs; with each that finds nothing there are fewer."""
@@ -251,19 +262,40 @@ class Claimer:
 
     def _claim(self, asked: Sequence[Pair]) -> Ask:
         assert self._way is not None  # noqa: S101
+        self._looks_at_tail = False
+        if self._tail is not None and self._tail.in_use:
+            self._asked, new_first = asked, self._random.random() < 0.5  # noqa: PLR2004
+            return self._tail.claim(asked, self.types, new_first=new_first)
         ask, self._asked = self._way.claim(asked, self.types)
         return ask
 
     def _look(self) -> Ask:
         self._asked, self._looked = None, time.monotonic()
+        tail = self._tail
+        self._looks_at_tail = tail is not None and (tail.in_use or tail.must_look())
+        if tail is not None and self._looks_at_tail:
+            return tail.look({*self._known(), *self.turns.pairs()}, self.types)
         return self._survey, {"types": self.types}
 
+    def _looked_thoroughly(self) -> bool:
+        """Say whether the last look may have found tasks that no claim before it could take."""
+        return self._looks_at_tail and self._tail is not None and self._tail.thorough
+
     def _is_late(self) -> bool:
+        if self._tail is not None and self._tail.must_look():
+            return True
         return self._surveyed is None or time.monotonic() - self._surveyed >= self._interval
 
-    def _note_survey(self, pairs: set[Pair]) -> None:
+    def _note_survey(self, rows: Sequence[Row]) -> None:
         now = self._surveyed = time.monotonic()
         self._interval = max(SURVEY_INTERVAL, MOST_OF_TIME * (now - self._looked))
+        if self._looks_at_tail:
+            assert self._tail is not None  # noqa: S101
+            pairs = self._tail.learn(rows)
+            if self._tail.thorough:
+                self._interval = SURVEY_INTERVAL  # the next one is cheap
+        else:
+            pairs = {(row["level"], row["kind"]) for row in rows}
         self.turns.replace(pairs)
         if len(self._met) < MOST_PASSES:
             self._met |= pairs

@@ -42,6 +42,7 @@ from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import headline, in_one_line
 from pgtask_sa.roster import Roster
+from pgtask_sa.tail import Lookout
 
 FIRST_POLL = 0.02
 GROWTH = 3.0
@@ -227,6 +228,7 @@ class Listener(threading.Thread):
 
     def _set_up(self, connection: Connection, driver: Any, oid: int) -> Callable[[float], None]:
         """Listen, if that can be had here; return what a turn is then."""
+        self._lookout = Lookout(self.table)
         if is_pooled(connection):
             self._longest = min(POOLED_POLL, self.idle_interval)
             self._tell_of_polling()
@@ -328,18 +330,18 @@ class Listener(threading.Thread):
 
     def _poll(self, connection: Connection) -> None:
         """Look for work without a lock; ring if there is some, and plan the next look."""
-        row = connection.execute(statements.peek(self.table), {"types": self.roster.all()}).one()
-        if row.ready:
+        ready, seconds = self._lookout.look(connection, self.roster.all())
+        if ready:
             self.bell.ring()
             if self._polling and not self._found:
                 self._interval = FIRST_POLL  # it may be the first of many
-        self._found = row.ready
+        self._found = ready
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
-        if row.seconds is not None and row.seconds > 0:
-            wait = min(wait, row.seconds)
+        if seconds is not None and seconds > 0:
+            wait = min(wait, seconds)
         self._next_poll = time.monotonic() + wait
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
-        longest = min(RUNNING_POLL, self._longest) if row.ready else self._longest
+        longest = min(RUNNING_POLL, self._longest) if ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
 
     def _drain_pokes(self) -> None:

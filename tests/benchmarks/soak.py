@@ -40,7 +40,7 @@ SETTINGS: dict[str, str | int] = {
     "autovacuum_naptime": "15s",
 }
 GREW = 2.0  # times as much in the last quarter as in the first is growth
-FLOORS = {"claim_p50": 1.0, "real_claim": 1.0, "real_note": 1.0, "late_p50": 20.0, "late_p99": 100}
+FLOORS = {"real_claim": 1.0, "real_look": 5.0, "real_note": 1.0, "late_p50": 20.0, "late_p99": 100}
 
 
 class Soak:
@@ -108,12 +108,13 @@ COLUMNS = {
     "s": ("at", "{:.0f}", 5),
     "done": ("done", "{:,}", 9),
     "backlog": ("backlog", "{:,}", 8),
-    "claim p50": ("claim_p50", "{:.2f}", 10),
+    "lottery": ("claim_p50", "{:.2f}", 9),
     "max": ("claim_p99", "{:.2f}", 8),
     "new": ("claim_new", "{:.2f}", 8),
     "due": ("claim_due", "{:.2f}", 8),
     "buffers": ("buffers", "{:,}", 9),
-    "real": ("real_claim", "{:.2f}", 8),
+    "claim": ("real_claim", "{:.2f}", 8),
+    "look": ("real_look", "{:.2f}", 8),
     "note": ("real_note", "{:.2f}", 7),
     "dead tasks": ("dead_tasks", "{:,}", 11),
     "notes": ("dead_notes", "{:,}", 9),

@@ -1,8 +1,9 @@
 """What a soak looks at every few seconds: claims, the dead rows they meet, and how late tasks are.
 
-A claim is measured by EXPLAIN (ANALYZE, BUFFERS) in a transaction that is rolled back, several
-times, since each starts at another random place. Where pg_stat_statements is loaded, the mean times
-of the claims and of the notes that the workers really sent are there, too.
+A claim by lottery is measured by EXPLAIN (ANALYZE, BUFFERS) in a transaction that is rolled back,
+several times, since each starts at another random place: what it would cost. Where
+pg_stat_statements is loaded, the mean times of the claims, the looks and the notes that the workers
+really sent are there, too.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ SIZES = (
 )
 CALLS = (
     "select coalesce(sum(calls), 0), coalesce(sum(total_exec_time), 0)"
-    " from pg_stat_statements where query like :pattern"
+    " from pg_stat_statements where query like any(:patterns) and query not like 'explain%'"
 )
-PATTERNS = {"claims": "%DELETE FROM task WHERE%", "notes": "UPDATE task_worker SET %task_ids%"}
+PATTERNS = {
+    "claims": ["%DELETE FROM task WHERE%"],
+    "looks": ["WITH RECURSIVE ready_pairs%", "%SELECT waiting.task_id AS task_id, %"],
+    "notes": ["UPDATE task_worker SET %task_ids%"],
+}
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Sample:
     claim_due: float
     buffers: int  # the most that a claim touched
     real_claim: float | None
+    real_look: float | None
     real_note: float | None
     dead_tasks: int
     dead_notes: int
@@ -117,10 +123,10 @@ class Sampler:
     def _means(self, connection: Connection) -> dict[str, float | None]:
         """Return the mean times of the statements that were really sent since the last look."""
         if not self._has_statistics:
-            return {"real_claim": None, "real_note": None}
+            return {f"real_{name[:-1]}": None for name in PATTERNS}
         means = {}
-        for name, pattern in PATTERNS.items():
-            calls, spent = connection.execute(text(CALLS), {"pattern": pattern}).one()
+        for name, patterns in PATTERNS.items():
+            calls, spent = connection.execute(text(CALLS), {"patterns": patterns}).one()
             calls_before, before = self._calls.get(name, (0, 0.0))
             self._calls[name] = (calls, spent)
             new = calls - calls_before

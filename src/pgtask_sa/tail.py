@@ -1,0 +1,172 @@
+"""Cheap claims where dead rows fill a queue that is all but empty.
+
+While somebody holds a snapshot (a report, a dump), tasks that are done stay in the table and in its
+indexes. Where few tasks wait, a claim by lottery walks over most of them until it finds one: 40 ms
+for 100,000 dead, and more with every task that is done.
+
+But tasks get their numbers in order, and a queue that is all but empty keeps up: what waits has the
+greatest numbers, but for some. So a lane that finds claims slow keeps a *floor*, the greatest
+number that there was a second ago. It claims from that floor on, along the primary key, and knows
+besides
+
+* the *others*: tasks below the floor that waited when it last looked (one that takes long, or whose
+  turn it is not). A look lists all that waits at the end, and so those that a rising floor leaves
+  behind;
+* of the tasks that were planned, those that fell due since then.
+
+Whoever gets a number and commits it more than a second later is below the floor when it comes, and
+so is a dead task that is brought back. They are found by the *thorough look*, from the first number
+on, which passes by all dead rows once. It is made as often as it takes a fiftieth of all time: with
+100,000 dead rows, every half second.
+
+With `MOST_WAITING` tasks or more the lottery is the better way again: it has not far to go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Table
+
+from pgtask_sa.claim_orders import Ask, Pair, Row
+from pgtask_sa.statements import peek
+from pgtask_sa.tail_claims import MOST_WAITING, tail_claim, tail_look
+
+FIRST = -(2**63)  # the smallest number there may be
+LAG = 1.0  # seconds that a transaction has from numbering its tasks to its commit
+SLOW = 0.003  # seconds, on the average
+WITH_COMMIT = 0.007  # that much more is not the claim's fault, if it travels with a COMMIT
+LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
+QUICK = 0.001  # a thorough look that takes no longer has met no crowd of dead rows
+PART_OF_TIME = 50
+MOST_MET = 1_000
+PAUSE = 0.5  # seconds from one thorough look to the next, at least
+
+
+class Tail:
+    """What one lane, or one listener, knows of the end of a queue; touches no database.
+
+    Args:
+        table: the task table.
+        batch_size: tasks per claim.
+        next_due: also find out when the next planned task falls due.
+
+    Attributes:
+        in_use: claim here, and not by lottery.
+        thorough: the last look was.
+        until_due: seconds until the next task falls due, after the last look.
+    """
+
+    def __init__(self, table: Table, batch_size: int = 1, *, next_due: bool = False) -> None:
+        self.in_use = self.thorough = False
+        self.until_due: float | None = None
+        self._claim, self._look = tail_claim(table, batch_size), tail_look(table, next_due=next_due)
+        self._mean = 0.0  # seconds
+        self._mark: tuple[float, int] | None = None  # when, and the greatest number then
+        self._floor = FIRST
+        self._others: list[int] = []
+        self._looked = self._sent = self._next_thorough = 0.0
+
+    def timed(self, seconds: float, *, along: bool = False) -> None:
+        """Take notice of how long a claim by lottery took, or a look at its indexes."""
+        if along:
+            seconds = max(0.0, seconds - WITH_COMMIT)
+        self._mean += (min(seconds, LONGEST) - self._mean) / SHARE
+        if self._mean < SLOW:
+            self._mark = None
+
+    def must_look(self) -> bool:
+        """Say whether claims are so slow that it is to be seen whether there is a better way."""
+        if self.in_use or self._mean < SLOW:
+            return False
+        now = time.monotonic()
+        return now >= (self._next_thorough if self._mark is None else self._mark[0] + LAG)
+
+    def claim(self, asked: Sequence[Pair], types: Sequence[str], *, new_first: bool) -> Ask:
+        """Return a claim of pairs, in their order."""
+        seconds = time.monotonic() - self._looked + LAG
+        given = self._place(asked, types, self._floor, seconds)
+        return self._claim, {**given, "new_first": new_first}
+
+    def look(self, pairs: Collection[Pair], types: Sequence[str]) -> Ask:
+        """Return the look at what waits, of these types; planned tasks only of these pairs."""
+        self._sent = time.monotonic()
+        self.thorough = not self.in_use or self._sent >= self._next_thorough
+        if self.thorough:  # sees all tasks that are due, by their numbers
+            return self._look, self._place(pairs, types, FIRST, 0.0)
+        seconds = self._sent - self._looked + LAG
+        return self._look, self._place(pairs, types, self._floor, seconds)
+
+    def _place(
+        self, pairs: Collection[Pair], types: Sequence[str], floor: int, seconds: float
+    ) -> dict[str, Any]:
+        return {
+            "levels": [level for level, _ in pairs],
+            "types": [kind for _, kind in pairs],
+            "mine": types,
+            "floor": floor,
+            "seconds": seconds,
+            "others": self._others,
+        }
+
+    def learn(self, rows: Sequence[Row]) -> set[Pair]:
+        """Take what a look returned; return the pairs that wait."""
+        now = time.monotonic()
+        took, self._looked = now - self._sent, self._sent
+        if self.thorough:
+            self._next_thorough = now + max(PAUSE, PART_OF_TIME * took)
+        waiting = [row for row in rows if row["kind"] is not None]
+        (last,) = (row for row in rows if row["kind"] is None)
+        self.until_due = last.get("seconds")
+        if len(waiting) >= MOST_WAITING or (self.thorough and took < QUICK):
+            self._leave(now)
+        else:
+            self._rise(last["task_id"])
+            self._others = [row["task_id"] for row in waiting if row["task_id"] < self._floor]
+        return {(row["level"], row["kind"]) for row in waiting}
+
+    def _rise(self, newest: int | None) -> None:
+        """Let the floor rise to what was the greatest number some time ago."""
+        if self._mark is not None and self._sent >= self._mark[0] + LAG:
+            self._floor, self._mark, self.in_use = self._mark[1], None, True
+        if self._mark is None:
+            self._mark = self._sent, FIRST if newest is None else newest
+
+    def _leave(self, now: float) -> None:
+        self.in_use, self._mark, self._floor, self._others = False, None, FIRST, []
+        self._mean = 0.0
+        self._next_thorough = max(self._next_thorough, now + PAUSE)
+
+
+class Lookout:
+    """Looks for work without a lock, on somebody's connection, where dead rows are by the tail."""
+
+    def __init__(self, table: Table) -> None:
+        self._peek = peek(table)
+        self._tail = Tail(table, next_due=True)
+        self._met: set[Pair] = set()
+
+    def look(self, connection: Connection, types: Sequence[str]) -> tuple[bool, float | None]:
+        """Return whether tasks of these types are ready, and in how many seconds the next will be.
+
+        Raises:
+            DBAPIError: the database is away.
+        """
+        if self._tail.in_use or self._tail.must_look():
+            return self._look_at_tail(connection, types)
+        start = time.monotonic()
+        row = connection.execute(self._peek, {"types": types}).one()
+        self._tail.timed(time.monotonic() - start)
+        return row.ready, row.seconds
+
+    def _look_at_tail(
+        self, connection: Connection, types: Sequence[str]
+    ) -> tuple[bool, float | None]:
+        pairs = {(0, kind) for kind in types} | self._met
+        statement, given = self._tail.look(pairs, types)
+        found = self._tail.learn(connection.execute(statement, given).mappings().all())
+        if len(self._met) < MOST_MET:
+            self._met |= found
+        return bool(found), self._tail.until_due

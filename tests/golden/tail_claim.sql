@@ -1,0 +1,30 @@
+WITH waiting AS MATERIALIZED (SELECT newest.task_id AS task_id, newest.priority AS priority, newest.task_type AS task_type, newest.run_at AS run_at
+FROM (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM task
+WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_1) AND 9223372036854775807 AND array_position(CAST(%(mine)s::TEXT[] AS TEXT[]), task.task_type) IS NOT NULL AND coalesce(task.run_at, '-infinity') <= statement_timestamp()
+ORDER BY task.task_id
+LIMIT 200) AS newest UNION
+SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_due.task_type AS task_type, fallen_due.run_at AS run_at
+FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
+FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM task
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+ORDER BY task.run_at
+LIMIT 200) AS due ON true) AS fallen_due UNION
+SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at
+FROM (SELECT one.task_id AS task_id, one.priority AS priority, one.task_type AS task_type, one.run_at AS run_at
+FROM unnest(CAST(%(others)s::BIGINT[] AS BIGINT[])) AS given(number) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM task
+WHERE task.task_id = given.number AND coalesce(task.run_at, '-infinity') <= statement_timestamp()
+LIMIT 1) AS one ON true) AS others), chosen AS MATERIALIZED (SELECT picked.task_id AS task_id, picked.touched AS touched
+FROM (SELECT waiting.task_id AS task_id
+FROM waiting JOIN unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) WITH ORDINALITY AS turns(level, kind, place) ON waiting.priority = turns.level AND waiting.task_type = turns.kind
+ORDER BY turns.place, (waiting.run_at IS NULL) != CAST(%(new_first)s AS BOOLEAN), waiting.run_at, random()) AS found JOIN LATERAL (SELECT task.task_id AS task_id, xmax <> '0'::xid AS touched
+FROM task
+WHERE task.task_id = found.task_id AND coalesce(task.run_at, '-infinity') <= statement_timestamp() FOR UPDATE SKIP LOCKED) AS picked ON true
+LIMIT 1) DELETE
+FROM task
+WHERE task.task_id = (SELECT chosen.task_id
+FROM chosen)
+RETURNING task.task_id, CAST(task.task_type AS TEXT) AS task_type, CAST(task.params AS TEXT) AS params, greatest('0001-01-02', least(task.created_at, '9999-01-02')) AS created_at, task.attempts, task.last_error, task.coalesce_key, task.lease_token, task.priority, CAST(task.* AS TEXT) AS pgtask_row, CAST(CAST(task.xmin AS TEXT) AS BIGINT) AS pgtask_version, pg_backend_pid() AS pgtask_pid, CAST(transaction_timestamp() AS TEXT) AS pgtask_begun, (SELECT bool_or(chosen.touched) AS bool_or_1
+FROM chosen) AS pgtask_touched, set_config('application_name', left(concat('pgtask ', task.task_id, ' ', task.task_type), 63), true) AS pgtask_announced
