@@ -15,7 +15,7 @@ from waiting import let_pass, wait_until
 
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
 from pgtask_sa.errors import LeaseLost
-from pgtask_sa.leases import PAST_FENCE
+from pgtask_sa.fence import PAST_FENCE
 from pgtask_sa.testing import drain
 
 LEASED = "select attempts, lease_token is not null, run_at > now() from task"

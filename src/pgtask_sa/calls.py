@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from pgtask_sa.events import Events
@@ -15,6 +16,7 @@ from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.settle import Claimed, Tables
 
 T = TypeVar("T")
+OPTIONS = "pgtask_options"  # key in the info of a handler's session
 
 
 class Face(Protocol):
@@ -93,6 +95,27 @@ def _exit_code(end: SystemExit) -> int:
     return end.code if isinstance(end.code, int) else bool(end.code)
 
 
+def remember_options(session: Session) -> None:
+    """Note the options of a worker's connection before a handler gets its session."""
+    if isinstance(session.bind, Connection):
+        session.info[OPTIONS] = session.bind.get_execution_options()
+
+
+def _restore_options(session: Session) -> None:
+    """Take back the options that a handler has set for the connection, and not for a statement.
+
+    SQLAlchemy would keep them: a ``schema_translate_map`` would send the worker's own statements,
+    and with them the task, into the tables of another schema.
+    """
+    before, connection = session.info.pop(OPTIONS, None), session.bind
+    if before is None or not isinstance(connection, Connection) or connection.closed:
+        return
+    now = connection.get_execution_options()
+    if now is not before:
+        changed = [name for name in now if now[name] is not before.get(name)]
+        connection.execution_options(**{name: before.get(name) for name in changed})
+
+
 def close(session: Session, events: Events) -> Exception | None:
     """End a session for good; return the error if something is amiss with it."""
     try:
@@ -102,5 +125,6 @@ def close(session: Session, events: Events) -> Exception | None:
         events.emit("session.close", f"not closed: {headline(error)}", level=logging.DEBUG)
         return error
     finally:
+        _restore_options(session)
         session.bind = None  # a handler that kept it cannot write into the next one's work
     return None

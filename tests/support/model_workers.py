@@ -99,6 +99,20 @@ class WorkerRules(CallerRules):
         if lane in self._blocked():
             self._conclude(lane, how, fault)
 
+    @rule(pick=picks, kind=kinds, what=st.sampled_from(["swallow", "spoil"]))
+    @only_if(lambda self: self._idle())
+    def error_is_swallowed(self, pick: int, kind: str, what: str) -> None:
+        """Let a handler return as if nothing were amiss with its transaction."""
+        lane = pick_of(self._idle(), pick)
+        if not self._ready():
+            self.enqueue_and_commit(kind=kind)
+        self._claim(lane)
+        self.agree()
+        if lane in self._able():
+            getattr(self, f"_{what}")(lane)
+        if lane in self._blocked():
+            self._conclude(lane, "return")
+
     # -- what handlers do ----------------------------------------------------------------------
 
     @rule(
@@ -145,6 +159,7 @@ class WorkerRules(CallerRules):
         ground = lane.execution.ground
         if work.is_spoiled and not (ground.open or ground._sent):
             self.tally["transactions aborted"] += 1
+            work.is_aborted = True
             self.disturbed.add(lane)
             if not ground._spent:  # else the rows are held until the handler ends
                 self._rolled_back(lane)
