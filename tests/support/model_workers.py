@@ -283,9 +283,9 @@ class WorkerRules(CallerRules):
 
     @rule(
         pick=picks,
-        commits=st.booleans(),
-        how=st.sampled_from(["return", "return", *ENDINGS]),
-        fault=faults,
+        commits=st.sampled_from([False, False, True]),
+        how=st.sampled_from(["return"] * 6 + list(ENDINGS)),
+        fault=st.none() | st.none() | faults,
     )
     @only_if(lambda self: self._leasing() or self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
