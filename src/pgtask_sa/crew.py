@@ -176,9 +176,9 @@ class Crew:
             self._refuse([f"{each.message}; {each.remedy}" for each in found])
 
     def _refuse(self, dangers: Sequence[str]) -> None:
-        for danger in dangers:
+        is_told, self.failed = self.failed, True  # by another lane, which looked at the same time
+        for danger in () if is_told else dangers:
             self.plan.events.emit("worker.refused", danger, level=logging.CRITICAL)
-        self.failed = True
         self.stopping.set()
         self.stop()
         raise Stopped
