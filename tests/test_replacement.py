@@ -138,6 +138,31 @@ def test_a_stop_while_others_are_kept_out(running, release):
         assert (3, 1) == (running.code, sum(n.startswith("pgtask-lane") for n in names))
 
 
+CONNECTIONS = "select pid, state from pg_stat_activity where datname = current_database()"
+
+
+def test_many_coroutines_that_are_cancelled(running, figures):
+    """F13: none leaves a query on the server, a connection, or its own lane behind."""
+    running.options["concurrency"] = 4
+
+    @running.tasks.handler("LONG", max_attempts=1, timeout=0.03)
+    async def long(session, params):
+        await session.execute(text("select pg_sleep(600)"))
+
+    with running:
+        running.until_idle()
+        before = len(running.rows(CONNECTIONS))
+        running.enqueue("LONG", *[{"i": i} for i in range(200)])
+        running.until_empty(30)
+        running.until_idle()
+        running.until(lambda: 1 == sum(s == "active" for _, s in running.rows(CONNECTIONS)))
+        after = len(running.rows(CONNECTIONS))
+    figures(f"200 coroutines cancelled in queries: {before} connections before, {after} after")
+    assert 200 == running.count("dead_task")
+    assert before + 2 >= after
+    assert [] == running.told("lane.stuck", "worker.error", "database.down")
+
+
 def test_the_default_deadline():
     """Five minutes, in the transactional mode; None switches it off."""
     tasks = TaskRegistry()

@@ -216,6 +216,28 @@ class WorkerRules(CallerRules):
         process.crash()
         self._after_crash(process)
 
+    @rule(pick=picks, kind=kinds)
+    @only_if(lambda self: self._idle())
+    def worker_dies_of_a_task(self, pick: int, kind: str) -> None:
+        """Let the others claim what a worker ran that died after their last look at the dead."""
+        lane = pick_of(self._idle(), pick)
+        if not self._ready():
+            self.enqueue_and_commit(kind=kind)
+        self._claim(lane)
+        self.agree()
+        for process in self.processes:
+            if process is not lane.process:
+                process.presence.look_after()
+        if not lane.is_busy:
+            return
+        self.tally["crashes"] += 1
+        lane.process.crash()
+        self._after_crash(lane.process)
+        self.agree()
+        for other in self._idle():
+            self._claim(other)
+            self.agree()
+
     @rule(pick=picks)
     @only_if(lambda self: self._sound())
     def connection_is_cut(self, pick: int) -> None:
