@@ -99,9 +99,9 @@ class WorkerRules(CallerRules):
         if lane in self._blocked():
             self._conclude(lane, how, fault)
 
-    @rule(pick=picks, kind=kinds, what=st.sampled_from(["swallow", "spoil"]))
+    @rule(pick=picks, kind=kinds, what=st.sampled_from(["swallow", "spoil", "write_double"]))
     @only_if(lambda self: self._idle())
-    def error_is_swallowed(self, pick: int, kind: str, what: str) -> None:
+    def error_is_not_noticed(self, pick: int, kind: str, what: str) -> None:
         """Let a handler return as if nothing were amiss with its transaction."""
         lane = pick_of(self._idle(), pick)
         if not self._ready():
@@ -333,8 +333,10 @@ class WorkerRules(CallerRules):
         """See to it that a leased handler runs, if that can be."""
         if not self._leasing():
             self.enqueue_and_commit(kind="L")
-            self._claim(pick_of(self._idle(), pick))
-            self.agree()
+            for _ in range(3):  # it may be the turn of others first
+                if self._idle() and not self._leasing():
+                    self._claim(pick_of(self._idle(), pick))
+                    self.agree()
 
     @rule(pick=picks, fault=endings)
     @only_if(lambda self: self._leasing() or self._idle())
