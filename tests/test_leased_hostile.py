@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -74,6 +75,8 @@ PAST = {
 @pytest.mark.parametrize("how", PAST)
 def test_a_commit_past_the_session(running, kind, how):
     """It is refused by the call itself, which says why; nothing was committed."""
+    if how == "transaction" and "PGTASK_TEST_POOLER" in os.environ:
+        pytest.skip("there the session has begun one, and it is a savepoint")
 
     def body(session, task):
         session.commit()
@@ -123,6 +126,7 @@ def test_an_option_that_would_stay(running, kind):
     assert NO_OPTION.format("isolation_level") in told
 
 
+@pytest.mark.direct
 def test_autocommit_of_the_driver(running, kind):
     """It is noticed at the next commit, and the lane goes on with another connection."""
     seen: list[bool] = []
@@ -191,6 +195,7 @@ def test_settings_of_a_handler(running, kind, mode, how):
     assert [("SETS", 1)] == running.rows("select task_type, attempts from task")
 
 
+@pytest.mark.direct
 def test_settings_do_not_hide_the_lease(running, kind):
     """Its commits find the row of its task, and what it set holds on for what it writes."""
     running.execute("create schema elsewhere")
@@ -212,6 +217,26 @@ def test_settings_do_not_hide_the_lease(running, kind):
     assert [(1,), (2,)] == running.rows("select i from elsewhere.mark order by i")
 
 
+@pytest.mark.parametrize("last", ["nothing", "a commit", "a look"])
+def test_what_comes_after_a_setting(running, kind, last):
+    """Whatever a handler has done last, its end is committed."""
+
+    def body(session, task):
+        session.execute(text("set search_path to public, pg_catalog"))
+        mark(session, 1)
+        if last != "nothing":
+            session.commit()
+        if last == "a look":
+            session.execute(text("select 1"))
+
+    long = brief(running, kind, "LONG", body, max_attempts=2, lease=60)
+    with running:
+        running.enqueue("LONG")
+        running.until_empty()
+    assert ([1], [1]) == (long.starts, running.marks())
+
+
+@pytest.mark.direct
 def test_a_handler_that_may_not_write_by_its_own_doing(running, kind):
     """A read-only server is nobody's fault; a setting of the handler is its own."""
 

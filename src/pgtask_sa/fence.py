@@ -177,13 +177,15 @@ class Fence:
         if not self._shifted:
             return
         session.flush()  # where the handler wants it
-        strangers = self.moved and self.connection.info.get(POOLED) is not None
+        connection = session.connection()  # which begins the session's transaction, if need be
+        strangers = self.moved and connection.info.get(POOLED) is not None
         for statement in ((FOR_STRANGERS,) if strangers else ()) + AS_BEFORE:
-            self.connection.exec_driver_sql(statement)
+            connection.exec_driver_sql(statement)
         self.moved = self.moved and not strangers
 
     def _before_execute(self, _conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        self.look_at(statement)
+        if statement != self.connection.info.get(POOLED):  # our own, at the beginning of each
+            self.look_at(statement)
 
     def look_at(self, statement: Any) -> None:
         """Refuse a statement that ends the transaction; note one that changes the session."""
