@@ -96,7 +96,7 @@ def _exit_code(end: SystemExit) -> int:
 
 
 def remember_options(session: Session) -> None:
-    """Note the options of a worker's connection before a handler gets its session."""
+    """Note the options of a connection that is not the worker's own, before a handler begins."""
     if isinstance(session.bind, Connection):
         session.info[OPTIONS] = session.bind.get_execution_options()
 
@@ -107,12 +107,16 @@ def _restore_options(session: Session) -> None:
     SQLAlchemy would keep them: a ``schema_translate_map`` would send the worker's own statements,
     and with them the task, into the tables of another schema.
     """
-    before, connection = session.info.pop(OPTIONS, None), session.bind
-    if before is None or not isinstance(connection, Connection) or connection.closed:
+    connection = session.bind
+    if not isinstance(connection, Connection):
         return
+    own = connection.engine.get_execution_options()  # those of a connection to which nobody added
     now = connection.get_execution_options()
-    if now is not before:
-        changed = [name for name in now if now[name] is not before.get(name)]
+    if now is own or connection.closed:
+        return
+    before = session.info.get(OPTIONS, own)
+    changed = [name for name in now if now[name] is not before.get(name)]
+    if changed:
         connection.execution_options(**{name: before.get(name) for name in changed})
 
 

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.calls import T, in_one_process, in_one_process_async, remember_options
+from pgtask_sa.calls import T, in_one_process, in_one_process_async
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.execution import timed_out
 from pgtask_sa.handlers import Handler
@@ -43,7 +43,6 @@ class SyncFace:
     def open(self, **options: Any) -> tuple[Session, Any]:
         """Open a Session on the lane's connection."""
         session = self.make(bind=self.connection, **options)
-        remember_options(session)
         return session, session
 
     def aside(self, work: Callable[[], T]) -> T:
@@ -82,7 +81,6 @@ class AsyncFace:
     def open(self, **options: Any) -> tuple[Session, Any]:
         """Open an AsyncSession on the lane's connection, and the Session inside it."""
         session = self.make(bind=self.connection, **options)
-        remember_options(session.sync_session)
         return session.sync_session, session
 
     def aside(self, work: Callable[[], T]) -> T:
