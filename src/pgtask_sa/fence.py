@@ -46,6 +46,7 @@ NO_OPTION = (
 )
 # As options of a connection they change what a transaction is, for all that follow.
 REFUSED_OPTIONS = ("isolation_level", "postgresql_readonly", "postgresql_deferrable")
+LOOK = "pgtask_look"  # attribute of a driver's connection
 # Literals, quoted names, bodies of functions, comments: what stands in there is no statement.
 _QUOTED = re.compile(
     r"""\bE'(?:[^'\\]|\\.|'')*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$"""
@@ -231,12 +232,14 @@ class _GuardedDriver:
         self._before = (driver.commit, driver.transaction, driver.cursor_factory)
         driver.commit = self._commit
         driver.transaction = self._transaction
-        driver.cursor_factory = _looking(driver.cursor_factory, fence.look_at)
+        driver.cursor_factory = _looking(driver.cursor_factory)
+        setattr(driver, LOOK, fence.look_at)
 
     def release(self) -> None:
         """Leave it as it was."""
         driver = self.driver
         driver.commit, driver.transaction, driver.cursor_factory = self._before
+        delattr(driver, LOOK)
 
     def commits_by_itself(self) -> bool:
         """Say whether autocommit was switched on, past SQLAlchemy."""
@@ -252,14 +255,17 @@ class _GuardedDriver:
         return self._before[1](*args, **kw)
 
 
-def _looking(factory: Any, look_at: Callable[[Any], None]) -> Any:
+@lru_cache
+def _looking(factory: Any) -> Any:
     """Return the class of cursors that look at what they are given to execute."""
 
     class Looking(factory):  # type: ignore[misc]
         __slots__ = ()
 
         def execute(self, query: Any, *args: Any, **kw: Any) -> Any:
-            look_at(query)
+            look_at = getattr(self.connection, LOOK, None)
+            if look_at is not None:  # it may be kept for longer than the handler runs
+                look_at(query)
             return super().execute(query, *args, **kw)  # or what is to be awaited
 
     return Looking
