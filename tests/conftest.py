@@ -34,6 +34,7 @@ _URL = "PGTASK_TEST_DATABASE_URL"
 _BIN = "PGTASK_TEST_PG_BIN"
 _SERVER = "PGTASK_TEST_SERVER"
 _POOLER = "PGTASK_TEST_POOLER"
+_FIGURES = "figures"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,6 +78,32 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave out what cannot be through a pooler."""
     if _through_pooler() and item.get_closest_marker("direct"):
         pytest.skip(f"needs a direct connection, and {_POOLER} is set")
+
+
+@pytest.fixture
+def figures(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Give a function to tell what was measured, which then stands in the report at the end."""
+    return lambda line: record_property(_FIGURES, line)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell the figures of all tests, also those that other processes have run."""
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.getreports(outcome)
+        if report.when == "call"
+    ]
+    told = [
+        f"{report.nodeid.rpartition('/')[2]}: {line}"
+        for report in sorted(reports, key=lambda report: report.nodeid)
+        for name, line in report.user_properties
+        if name == _FIGURES
+    ]
+    if told:
+        terminalreporter.section("figures")
+        for line in told:
+            terminalreporter.line(line)
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 from running import Running
 from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.orm import Session
 from waiting import let_pass
 
-from pgtask_sa import Task
+from pgtask_sa import Task, TaskRegistry, TaskSession, Worker
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.ground import Ground
 from pgtask_sa.lanes import _never_again
@@ -228,4 +229,25 @@ def test_a_connection_out_of_its_pool_has_no_handler(db_url):
             lane.connection.driver_connection.execute("select 1")
             assert ground.open
     aside.close()
+    engine.dispose()
+
+
+def test_a_second_session_of_a_handler(db_url):
+    """B14: a worker leaves the pool of its caller alone: one connection is enough there."""
+    engine = create_engine(db_url, pool_size=1, max_overflow=0, pool_timeout=20)
+    tasks = TaskRegistry()
+
+    @tasks.handler("A", max_attempts=1)
+    def both(session, params):
+        session.execute(text("select 1"))
+        with Session(engine) as second:
+            assert [(params["i"],)] == second.execute(text("select :i"), params).all()
+
+    with TaskSession(engine) as session:
+        session.enqueue_many("A", [{"i": i} for i in range(30)])
+        session.commit()
+    assert 0 == Worker(tasks, engine, drain=True, concurrency=4).run()
+    with engine.connect() as connection:
+        tables = "select (select count(*) from task), (select count(*) from dead_task)"
+        assert (0, 0) == tuple(connection.execute(text(tables)).one())
     engine.dispose()

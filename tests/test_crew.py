@@ -50,6 +50,7 @@ async def _exit_in_a_child(error: type[BaseException]) -> None:
 
 def test_helpers_of_the_event_loop():
     """As many at once as there may be, all daemons; the rest waits, and errors come back."""
+    before = {*threading.enumerate()}  # other tests may have left some
     helpers, together = Helpers(2), threading.Barrier(2)
 
     def meet() -> tuple[int, bool]:
@@ -59,7 +60,8 @@ def test_helpers_of_the_event_loop():
     failed = helpers.submit(divmod, 1, 0)
     assert [(0, True), (0, True), (1, True), (1, True)] == sorted(f.result(20) for f in met)
     assert ZeroDivisionError is type(failed.exception(10))
-    threads = [t for t in threading.enumerate() if t.name.startswith("pgtask-helper")]
+    new = {*threading.enumerate()} - before
+    threads = [t for t in new if t.name.startswith("pgtask-helper")]
     helpers.shutdown()
     for thread in threads:
         thread.join(10)

@@ -1,6 +1,6 @@
 """The database is there, and in trouble: nobody is blamed, nothing runs hot, and it ends by itself.
 
-Each test prints its figures; ``pytest -s`` shows them.
+Each test tells its figures, which stand at the end of the report.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _raising(running: Running, when: str, code: str) -> str:
 
 
 @pytest.mark.parametrize("code", ["53100", "40001"])
-def test_claims_that_fail(trouble: Trouble, code):
+def test_claims_that_fail(trouble: Trouble, code, figures):
     """E12: a full disk, or lost races, at the claim itself: no hot loop, no attempt, one line."""
     running = trouble.running
     end = _raising(running, "delete on task", code)
@@ -76,7 +76,7 @@ def test_claims_that_fail(trouble: Trouble, code):
         rate = trouble.rate()
         running.execute(end)
         assert ([1, 1], []) == trouble.outcome()
-    print(f"\n{code} at each claim: {rate:.0f} transactions/s for two lanes; {running.told()[1:]}")
+    figures(f"{code} at each claim: {rate:.0f} transactions/s for two lanes; {running.told()[1:]}")
     assert 150 > rate  # a hot loop makes thousands
     state = ["database.down", "database.up"] if code == "53100" else []
     assert ["worker.started", "worker.stopped"] == [running.told()[0], running.told()[-1]]
@@ -87,7 +87,7 @@ def test_claims_that_fail(trouble: Trouble, code):
 
 
 @pytest.mark.parametrize("code", ["53100", "40001"])
-def test_a_handlers_table_that_fails(trouble: Trouble, code):
+def test_a_handlers_table_that_fails(trouble: Trouble, code, figures):
     """E12: not the task's fault; it is tried again some times a second."""
     running = trouble.running
     end = _raising(running, "insert on mark", code)
@@ -98,7 +98,7 @@ def test_a_handlers_table_that_fails(trouble: Trouble, code):
         running.execute(end)
         assert ([1, 1], []) == trouble.outcome()
     retries = len(running.told("task.retry"))
-    print(f"\n{code} in the handlers: {rate:.0f} transactions/s for two lanes, {retries} retries")
+    figures(f"{code} in the handlers: {rate:.0f} transactions/s for two lanes, {retries} retries")
     assert 150 > rate
 
 
@@ -148,7 +148,7 @@ def test_a_deadlock_with_another_session(trouble: Trouble):
 WAITING = "select 1 from pg_stat_activity where wait_event_type = 'Lock'"
 
 
-def test_a_failover_to_read_only_under_way(trouble: Trouble):
+def test_a_failover_to_read_only_under_way(trouble: Trouble, figures):
     """E12: read-only for two seconds, and every connection ended at both changes."""
     running, name = trouble.running, trouble.running.url.database
     with running:
@@ -161,7 +161,7 @@ def test_a_failover_to_read_only_under_way(trouble: Trouble):
         began = time.monotonic()
         assert ([1, 1], []) == trouble.outcome()
         back = time.monotonic() - began
-    print(f"\nread-only: {rate:.0f} transactions/s; all done {back:.2f} s after its end")
+    figures(f"read-only: {rate:.0f} transactions/s; all done {back:.2f} s after its end")
     assert (100 > rate, SOON > back) == (True, True)
     told = ["database.down", "database.up"]
     assert told == running.told("database.down", "database.up", "claim.failed", "worker.error")
@@ -190,7 +190,7 @@ def _enqueue_all_the_same(running: Running) -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 4])
-def test_too_many_clients(db_url, proxy, limit):
+def test_too_many_clients(db_url, proxy, limit, figures):
     """E12: some of the lanes, or none, get a connection: no hot loop of connecting, none blamed."""
     running = Running(db_url, concurrency=4, idle_interval=0.5)
     running.tasks.handler("SYNC", max_attempts=1)(_mark)
@@ -214,7 +214,7 @@ def test_too_many_clients(db_url, proxy, limit):
         running.execute(f"drop role {name}")
         running.admin.dispose()
     state = running.told("database.down", "database.up")
-    print(f"\nlimit {limit}: {tries:.0f} connections tried in a second; changes: {len(state)}")
+    figures(f"limit {limit}: {tries:.0f} connections tried in a second; changes: {len(state)}")
     assert [] == running.dead()
     assert 40 > tries
     # While some lanes work and others cannot connect, more changes than one are told.

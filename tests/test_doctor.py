@@ -12,6 +12,7 @@ import noting
 import own_models
 import pytest
 from databases import Databases
+from fleet import Fleet, events
 from postgres_server import PostgresServer, embedded_bin_dir
 from running import Running
 from sqlalchemy import NullPool, create_engine, event, make_url, text
@@ -395,6 +396,8 @@ class TestServer:
             reader.commit()
             reader.execution_options(isolation_level="REPEATABLE READ")
             reader.execute(text("select count(*) from task"))
+            (found,) = [each for each in _examined(url) if each.name == "snapshots"]
+            assert "nightly report" in found.message
             assert [] == _unwell(url)
             (found,) = _unwell(url, old=0.0)
         assert ("snapshots", "warning") == (found.name, found.level)
@@ -497,6 +500,17 @@ class TestDangers:
         sql(statement)
         assert [(name, "error")] == _named(_dangers(url))
         assert [(name, "error")] == _named(_unwell(url))
+
+    def test_a_worker_process_refuses(self, url, sql):
+        """It ends with code 1, says why once, and has claimed nothing."""
+        fleet = Fleet(url)
+        fleet.enqueue("ROW", {"i": 1})
+        sql("create table mail (task_id bigint references task on delete cascade)")
+        with fleet.worker("--log-format", "json") as worker:
+            assert 1 == worker.wait(20)
+        [refused] = events(worker, "worker.refused")
+        assert "each claim would delete rows there" in refused["message"]
+        assert ([], [0]) == (fleet.done(), fleet.attempts())
 
     def test_params_of_two_kinds(self, url, sql):
         """Nothing could be buried."""

@@ -1,8 +1,8 @@
 """Faults under load, injected for real: nothing is lost, nothing doubled, nobody blamed.
 
-Each test prints its figures; ``pytest -s`` shows them. The asserts leave room for a machine that is
-busy: on a quiet one each "soon" is within two seconds, and a task on the idle system within half a
-second.
+Each test tells its figures, which stand at the end of the report. The asserts leave room for a
+machine that is busy: on a quiet one each "soon" is within two seconds, and a task on the idle
+system within half a second.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def fleet(db_url) -> Fleet:
 
 
 @pytest.mark.timeout(90)
-def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_server):
+def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_server, figures):
     """F7: back soon, every time; and one line for each change of state."""
     fleet, back = Fleet(restartable_db_url), []
     with fleet.worker(*OPTIONS) as one, fleet.worker(*OPTIONS) as two:
@@ -67,8 +67,8 @@ def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_s
         load.drain()
         found, single = load.lost_and_doubled(), pickup(fleet, -1)
         told = [changes(one), changes(two)]
-    print(
-        f"\n{len(load.confirmed)} confirmed, {len(load.unknown)} unknown; back after "
+    figures(
+        f"{len(load.confirmed)} confirmed, {len(load.unknown)} unknown; back after "
         f"{', '.join(f'{s:.2f}' for s in back)} s; a task on the idle system: {single:.3f} s;"
         f" changes told: {[len(each) for each in told]}"
     )
@@ -80,7 +80,7 @@ def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_s
 
 
 @pytest.mark.timeout(60)
-def test_connections_ended_at_random_under_load(fleet: Fleet):
+def test_connections_ended_at_random_under_load(fleet: Fleet, figures):
     """All server processes of the database, the listeners' too, and those of the enqueuers."""
     with fleet.worker(*OPTIONS) as one, fleet.worker(*OPTIONS) as two:
         started(one, two)
@@ -90,8 +90,8 @@ def test_connections_ended_at_random_under_load(fleet: Fleet):
         found, single = load.lost_and_doubled(), pickup(fleet, -1)
         told = [changes(one), changes(two)]
         lost = len(events(one, "transaction.lost", "commit.unknown"))
-    print(
-        f"\n{terminator.ended} connections ended; {len(load.confirmed)} confirmed,"
+    figures(
+        f"{terminator.ended} connections ended; {len(load.confirmed)} confirmed,"
         f" {len(load.unknown)} unknown; a task on the idle system: {single:.3f} s; changes told:"
         f" {told}; tasks interrupted in one worker: {lost}"
     )
@@ -145,7 +145,7 @@ FAULTS = {
 
 
 @pytest.mark.timeout(60)
-def test_a_network_that_fails_under_load(fleet: Fleet, proxy):
+def test_a_network_that_fails_under_load(fleet: Fleet, proxy, figures):
     """F6, B10: also when the answer to a COMMIT is lost nothing is done twice."""
     url, back = proxy.url(fleet.url), {}
     with fleet.worker(*OPTIONS, url=url) as one, fleet.worker(*OPTIONS, url=url) as two:
@@ -159,9 +159,9 @@ def test_a_network_that_fails_under_load(fleet: Fleet, proxy):
         found, single = load.lost_and_doubled(), pickup(fleet, -1)
         told = [changes(one), changes(two)]
         unknown = len(events(one, "commit.unknown") + events(two, "commit.unknown"))
-    print(f"\n{len(load.confirmed)} confirmed; COMMITs without an answer: {unknown}; back after")
-    print(", ".join(f"{name}: {seconds:.2f} s" for name, seconds in back.items()))
-    print(f"a task on the idle system: {single:.3f} s; changes told: {told}")
+    figures(f"{len(load.confirmed)} confirmed; COMMITs without an answer: {unknown}; back after")
+    figures(", ".join(f"{name}: {seconds:.2f} s" for name, seconds in back.items()))
+    figures(f"a task on the idle system: {single:.3f} s; changes told: {told}")
     assert ([], [], 0) == found
     assert SOON > max(back.values())
     assert SOON > single
@@ -188,7 +188,7 @@ def dark_proxy(server_url, monkeypatch) -> Iterator[DarkProxy]:
         yield proxy
 
 
-def test_connections_that_went_dark(db_url, dark_proxy):
+def test_connections_that_went_dark(db_url, dark_proxy, figures):
     """F6: the server notices, too: the task runs elsewhere; and the worker listens again."""
     running = Running(db_url, idle_interval=30)
     running.url = make_url(dark_proxy.url(db_url))
@@ -221,8 +221,8 @@ def test_connections_that_went_dark(db_url, dark_proxy):
         running.enqueue("B")
         running.until(lambda: running.marks() == [1, 2])
         single = time.monotonic() - began
-    print(
-        f"\n{dark} connections went dark; with limits of 2 s (worker) and 2.5 s (server) the task"
+    figures(
+        f"{dark} connections went dark; with limits of 2 s (worker) and 2.5 s (server) the task"
         f" was done elsewhere after {elsewhere:.1f} s, and the first lane free after"
         f" {noticed:.1f} s; next task: {single:.3f} s"
     )
@@ -231,7 +231,7 @@ def test_connections_that_went_dark(db_url, dark_proxy):
 
 
 @pytest.mark.parametrize("kind", ["idle", "QUERY"])
-def test_a_signal_while_the_network_is_dark(db_url, dark_proxy, kind):
+def test_a_signal_while_the_network_is_dark(db_url, dark_proxy, kind, figures):
     """E11: the end does not wait for connections that do not answer: grace and two seconds."""
     fleet = Fleet(db_url)
     with fleet.worker(*OPTIONS, "--grace", "0.5", url=dark_proxy.url(db_url)) as worker:
@@ -246,7 +246,7 @@ def test_a_signal_while_the_network_is_dark(db_url, dark_proxy, kind):
         worker.wait(15)
         ended = time.monotonic() - began
         told = events(worker, "worker.stopped")[0]
-    print(f"\n{kind}: ended {ended:.2f} s after the signal, with a grace of 0.5 s")
+    figures(f"{kind}: ended {ended:.2f} s after the signal, with a grace of 0.5 s")
     assert (0 if kind == "idle" else 3) == told["exit_code"]
     assert ENDS_ALONE > ended
 

@@ -15,7 +15,7 @@ from waiting import let_pass, wait_until
 
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
 from pgtask_sa.errors import LeaseLost
-from pgtask_sa.leases import PAST_FENCE
+from pgtask_sa.fence import PAST_FENCE
 from pgtask_sa.testing import drain
 
 LEASED = "select attempts, lease_token is not null, run_at > now() from task"
@@ -359,6 +359,7 @@ def test_a_connection_that_is_lost(running, kind):
     assert ([1, 1], [1], []) == (long.starts, running.marks(), running.dead())
 
 
+@pytest.mark.direct
 def test_a_connection_that_is_lost_while_it_is_not_used(running, kind):
     """It shows at the next use: nobody's fault, too, and what was committed stays."""
     long = Long(lambda s, _t: (mark(s, 1), s.commit()), lambda s, _t: mark(s, 2))

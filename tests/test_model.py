@@ -19,6 +19,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -199,15 +200,13 @@ def _figures(seeds: str, seconds: float) -> str:
     tally = QueueMachine.tally
     main = [f"{tally.pop(name, 0)} {name}" for name in ("examples", "steps", "tasks", "starts")]
     rest = [f"{name} {count}" for name, count in sorted(tally.items())]
-    return f"model: {seeds}, {seconds:.0f} s, {', '.join(main)}; {', '.join(rest)}"
+    return f"{seeds}, {seconds:.0f} s, {', '.join(main)}; {', '.join(rest)}"
 
 
 @pytest.mark.skipif(not SECONDS, reason="PGTASK_MODEL_SECONDS is 0")
 @pytest.mark.direct
 @pytest.mark.timeout(SECONDS + 570)
-def test_the_queue_does_what_the_model_says(
-    db_url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_queue_does_what_the_model_says(db_url: str, figures: Callable[[str], None]) -> None:
     """Whatever happens, each task is in one place, done once, and tried within its budget."""
     number = random.randrange(10**6) if SEED == "random" else int(SEED)
     start = time.monotonic()
@@ -224,6 +223,4 @@ def test_the_queue_does_what_the_model_says(
     finally:
         for database in QueueMachine.databases.values():
             database.close()
-        with capsys.disabled():
-            seeds = f"seeds {number} to {last}"
-            print(f"\n{_figures(seeds, time.monotonic() - start)}")
+        figures(_figures(f"seeds {number} to {last}", time.monotonic() - start))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from fleet import Fleet
 from waiting import wait_until
@@ -40,18 +42,23 @@ CASES = [
     ("POISON", "sigkill", ("--processes", "2", "--concurrency", "4")),
     ("POISON", "exit", ("--processes", "1", "--concurrency", "1")),
     ("POISON", "segfault", ("--processes", "2", "--batch-size", "10")),
+    ("POISON", "memory", ("--processes", "2", "--concurrency", "2")),
     ("ASYNC_POISON", "sigkill", ("--processes", "2", "--concurrency", "4")),
     ("ASYNC_POISON", "exit", ("--processes", "1", "--batch-size", "10")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "how", "options"), CASES)
-def test_a_task_that_kills_its_worker(fleet: Fleet, starts, kind, how, options):
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case[:2]))
+def test_a_task_that_kills_its_worker(fleet: Fleet, starts, case, figures):
     """It is buried after exactly its attempts, and all the others are done exactly once."""
+    kind, how, options = case
     _enqueue_around(fleet, kind, starts, how)
+    began = time.monotonic()
     with fleet.worker(*QUIET, *options) as worker:
         wait_until(lambda: fleet.count() == 0, 20, message=lambda: worker.output)
         assert worker.running
+    count, took = len(starts.read_bytes()), time.monotonic() - began
+    figures(f"{count} starts, {len(fleet.done())} others done, {took:.1f} s")
     assert [(kind, 3, "worker died", DIED)] == _dead(fleet)
     assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
 
@@ -67,7 +74,7 @@ def test_among_several_programs(fleet: Fleet, starts):
 
 
 def test_when_all_die_together(fleet: Fleet, starts):
-    """Supervisor and all: the next program counts what the last one left behind."""
+    """Supervisor and all, as a container that is killed whole: the next program counts it."""
     _enqueue_around(fleet, "POISON", starts, "group")
     for death in range(3):
         with fleet.worker(*QUIET, "--processes", "2") as worker:
@@ -79,7 +86,7 @@ def test_when_all_die_together(fleet: Fleet, starts):
     assert (b"xxx", list(range(30))) == (starts.read_bytes(), fleet.done())
 
 
-def test_many_at_once(fleet: Fleet, tmp_path):
+def test_many_at_once(fleet: Fleet, tmp_path, figures):
     """None is started too often, and nobody who was beside them is taken for one of them."""
     files = [tmp_path / f"starts-{i}" for i in range(4)]
     fleet.enqueue("POISON", *[{"file": str(file), "how": "sigkill"} for file in files])
@@ -89,7 +96,7 @@ def test_many_at_once(fleet: Fleet, tmp_path):
     assert [("POISON", 3, "worker died", DIED)] * 4 == _dead(fleet)
     assert list(range(30)) == fleet.done()
     starts = [len(file.read_bytes()) for file in files]
-    print(f"\nstarts of four that kill at once: {starts}")
+    figures(f"starts of four that kill at once: {starts}")
     assert 3 == max(starts)
 
 
@@ -129,7 +136,7 @@ def test_the_backoff_between_deaths(fleet: Fleet, starts):
 
 
 def test_memory_that_runs_out(fleet: Fleet, starts):
-    """Under a limit that is an error like any other; the worker lives."""
+    """Where Python notices it that is an error like any other; the worker lives."""
     fleet.enqueue("GLUTTON", {"file": str(starts)})
     with fleet.worker(*QUIET) as worker:
         fleet.until(lambda: fleet.count() == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +12,7 @@ from fleet import Fleet, events, started
 from leased import Long
 from running import Running
 from sqlalchemy import text
-from waiting import let_pass
+from waiting import SOON, let_pass
 
 from pgtask_sa import Task, TaskRegistry
 from pgtask_sa.cancel import Canceller
@@ -54,6 +55,20 @@ def test_a_process_with_a_stuck_handler(db_url, kind):
         )
     dead = fleet.rows("select task_type, attempts, reason from dead_task")
     assert ([(kind, 1, "failed")], 0) == (dead, fleet.count())
+
+
+def test_a_process_with_two_stuck_handlers(db_url):
+    """Nobody waits for the second one either: its task was settled, too."""
+    fleet = Fleet(db_url, target="stuck_tasks:tasks")
+    options = ("--processes", "1", "--concurrency", "2", "--grace", "600")
+    with fleet.worker(*options, "--log-level", "info") as worker:
+        started(worker)
+        fleet.enqueue("STUCK", {}, {})
+        began = time.monotonic()
+        started(worker, times=2)
+        assert 4 * SOON > time.monotonic() - began  # they sleep for a minute
+    dead = fleet.rows("select task_type, attempts, reason from dead_task")
+    assert [("STUCK", 1, "failed")] * 2 == dead
 
 
 def test_an_event_loop_that_is_blocked(running, release):
@@ -123,6 +138,31 @@ def test_a_stop_while_others_are_kept_out(running, release):
         assert (3, 1) == (running.code, sum(n.startswith("pgtask-lane") for n in names))
 
 
+CONNECTIONS = "select pid, state from pg_stat_activity where datname = current_database()"
+
+
+def test_many_coroutines_that_are_cancelled(running, figures):
+    """F13: none leaves a query on the server, a connection, or its own lane behind."""
+    running.options["concurrency"] = 4
+
+    @running.tasks.handler("LONG", max_attempts=1, timeout=0.03)
+    async def long(session, params):
+        await session.execute(text("select pg_sleep(600)"))
+
+    with running:
+        running.until_idle()
+        before = len(running.rows(CONNECTIONS))
+        running.enqueue("LONG", *[{"i": i} for i in range(200)])
+        running.until_empty(30)
+        running.until_idle()
+        running.until(lambda: 1 == sum(s == "active" for _, s in running.rows(CONNECTIONS)))
+        after = len(running.rows(CONNECTIONS))
+    figures(f"200 coroutines cancelled in queries: {before} connections before, {after} after")
+    assert 200 == running.count("dead_task")
+    assert before + 2 >= after
+    assert [] == running.told("lane.stuck", "worker.error", "database.down")
+
+
 def test_the_default_deadline():
     """Five minutes, in the transactional mode; None switches it off."""
     tasks = TaskRegistry()
@@ -166,7 +206,15 @@ def test_a_task_that_is_cancelled(running, kind, mode):
         long.release.set()
     assert ([1], [], 0) == (long.starts, running.marks(), running.count())
     assert [("LONG", int(mode == "leased"), "cancelled")] == running.dead()
-    quiet = {"worker.started", "worker.stopping", "lane.stuck", "worker.stopped", "session.close"}
+    assert ["task.cancelled"] == running.told("task.cancelled")
+    quiet = {
+        "task.cancelled",
+        "worker.started",
+        "worker.stopping",
+        "lane.stuck",
+        "worker.stopped",
+        "session.close",
+    }
     assert set() == set(running.told()) - quiet
 
 

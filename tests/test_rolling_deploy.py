@@ -57,7 +57,7 @@ def _load(running: Running, *types: str) -> Iterator[list[float]]:
         thread.join(10)
 
 
-def test_a_new_type_beside_an_old_worker(db_url):
+def test_a_new_type_beside_an_old_worker(db_url, figures):
     """E6: what the old one does not know it leaves alone, and tells once; the new one does it."""
     old = Running(db_url, _registry("OLD", "OLD_TOO"), idle_interval=0.2)
     new = Running(db_url, _registry("OLD", "NEW"))
@@ -71,14 +71,14 @@ def test_a_new_type_beside_an_old_worker(db_url):
         waiting = old.count()
         with new:
             new.until_empty()
-    print(f"\n{waiting} of the new type waited beside the old worker for 2 s; none was counted")
+    figures(f"{waiting} of the new type waited beside the old worker for 2 s; none was counted")
     expected = sorted([*range(100), *range(len(times))])
     assert (expected, []) == (new.marks(), new.dead())
     assert 1 == len(old.told("task.unhandled"))
     assert [] == old.told("task.retry") + new.told("task.retry", "claim.failed")
 
 
-def test_a_column_that_comes_and_goes_under_load(db_url):
+def test_a_column_that_comes_and_goes_under_load(db_url, figures):
     """F11: with plans prepared, and rows that are put back and buried meanwhile."""
     running = Running(db_url, _registry("SYNC", "ASYNC"), concurrency=2)
 
@@ -97,7 +97,7 @@ def test_a_column_that_comes_and_goes_under_load(db_url):
                 _alter(running, f"alter table task {change}")
         running.until_empty()
     total, longest = len(times), max(times)
-    print(f"\n{total} tasks, 6 changes of the table; the longest enqueue took {longest:.3f} s")
+    figures(f"{total} tasks, 6 changes of the table; the longest enqueue took {longest:.3f} s")
     assert (list(range(total)), []) == (running.marks(), running.dead())
     assert total // 3 == len(running.told("task.retry"))
     assert SOON > longest
@@ -125,7 +125,7 @@ def older(empty_db_url) -> str:
     return empty_db_url
 
 
-def test_our_migration_under_a_running_task(older):
+def test_our_migration_under_a_running_task(older, figures):
     """F12: an enqueue does not wait long for 0002, also when that must wait for a task."""
     running = Running(older)
     connection = running.admin.connect()
@@ -145,12 +145,12 @@ def test_our_migration_under_a_running_task(older):
     connection.close()
     migration.join(15)
     running.admin.dispose()
-    print(f"\nenqueues while the migration waited: {', '.join(f'{t:.3f}' for t in times)} s")
+    figures(f"enqueues while the migration waited: {', '.join(f'{t:.3f}' for t in times)} s")
     assert SOON > max(times)
     assert ("0002", 3) == (migrations.current(older), running.count())
 
 
-def test_the_new_code_before_its_migration(older):
+def test_the_new_code_before_its_migration(older, figures):
     """A worker that is deployed first says what is missing, burns nothing, and works after it."""
     running = Running(older, _registry("SYNC", "ASYNC"), concurrency=2, idle_interval=0.5)
     for name in ("SYNC", "ASYNC"):
@@ -160,7 +160,7 @@ def test_the_new_code_before_its_migration(older):
         told = running.told()
         migrations.upgrade(older)
         running.until_empty()
-    print(f"\nbefore the migration: {told}")
+    figures(f"before the migration: {told}")
     assert ([1, 1], []) == (running.marks(), running.dead())
     assert 3 > len(running.told("database.down", "claim.failed"))
     assert [] == running.told("task.retry", "worker.error")

@@ -18,7 +18,7 @@ from soak_load import TYPES
 from soak_samples import explain_claim, held_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from sqlalchemy import Engine
 
@@ -77,7 +77,7 @@ def vacuumed(engine: Engine) -> bool:
     return buffers(engine) <= CLEAN
 
 
-def test_soak(soak: Soak) -> None:
+def test_soak(soak: Soak, figures: Callable[[str], None]) -> None:
     """Under a held snapshot nothing is lost, and a claim costs no more than the dead rows.
 
     Each is looked at once at most: by the lottery of its type or in the order of `run_at`. They
@@ -94,6 +94,10 @@ def test_soak(soak: Soak) -> None:
         assert soak.sampler.done() == sent
         wait_until(lambda: soak.left() == SETTLED)  # the commit of the last one
         assert samples
+        figures(
+            f"{sent} tasks in {SECONDS} s under a snapshot: a claim touches"
+            f" {', '.join(str(each.buffers) for each in samples)} buffers"
+        )
         assert [] == [each for each in samples if each.buffers > CLEAN + 1.5 * rows]
         assert buffers(engine) <= CLEAN + 1.5 * rows
     wait_until(lambda: vacuumed(engine), 10, 0.2)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from sqlalchemy import Connection
 from sqlalchemy.orm import Session
 
 from pgtask_sa.events import Events
@@ -15,6 +16,7 @@ from pgtask_sa.handlers import Handler, TaskView
 from pgtask_sa.settle import Claimed, Tables
 
 T = TypeVar("T")
+OPTIONS = "pgtask_options"  # key in the info of a handler's session
 
 
 class Face(Protocol):
@@ -98,6 +100,31 @@ def _exit_code(end: SystemExit) -> int:
     return end.code if isinstance(end.code, int) else bool(end.code)
 
 
+def remember_options(session: Session) -> None:
+    """Note the options of a connection that is not the worker's own, before a handler begins."""
+    if isinstance(session.bind, Connection):
+        session.info[OPTIONS] = session.bind.get_execution_options()
+
+
+def _restore_options(session: Session) -> None:
+    """Take back the options that a handler has set for the connection, and not for a statement.
+
+    SQLAlchemy would keep them: a ``schema_translate_map`` would send the worker's own statements,
+    and with them the task, into the tables of another schema.
+    """
+    connection = session.bind
+    if not isinstance(connection, Connection):
+        return
+    own = connection.engine.get_execution_options()  # those of a connection to which nobody added
+    now = connection.get_execution_options()
+    if now is own or connection.closed:
+        return
+    before = session.info.get(OPTIONS, own)
+    changed = [name for name in now if now[name] is not before.get(name)]
+    if changed:
+        connection.execution_options(**{name: before.get(name) for name in changed})
+
+
 def close(session: Session, events: Events) -> Exception | None:
     """End a session for good; return the error if something is amiss with it."""
     try:
@@ -107,5 +134,6 @@ def close(session: Session, events: Events) -> Exception | None:
         events.emit("session.close", f"not closed: {headline(error)}", level=logging.DEBUG)
         return error
     finally:
+        _restore_options(session)
         session.bind = None  # a handler that kept it cannot write into the next one's work
     return None

@@ -29,10 +29,11 @@ from pgtask_sa.presence_table import worker_table
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables, Unsettled
 
-LOCK_TIMEOUT = "5s"  # for the server process that is ended to be gone
-# Seconds before each look. A task was claimed an instant before its lane notes it; and another
-# transaction may hold the row for an instant.
-PAUSES = (0.0, 0.02, 0.1, 0.2, 0.4)
+# Seconds before each look: a task was claimed an instant before its lane notes it, and another
+# transaction may hold the row for an instant. And for how long that look waits for the row when it
+# has ended the process that held it. Not long at first: a lane that claims in that very moment may
+# have been faster, and is to be found by the next look.
+LOOKS = ((0.0, "300ms"), (0.02, "600ms"), (0.1, "1s"), (0.2, "2s"), (0.4, "5s"))
 _LOCK_NOT_AVAILABLE = "55P03"
 _NO_WORKER = -1  # in place of the number of a worker that asks about all the others
 
@@ -133,19 +134,20 @@ class Canceller:
         Args:
             task_id: its number.
         """
-        for pause in PAUSES:
+        for pause, patience in LOOKS:
             time.sleep(pause)
             # a transaction for each look: the server shows others' activity as at the first look
-            done = self._attempt(task_id)
+            done = self._attempt(task_id, patience)
             if done is not None:
                 return done
         with self.connection.begin():
             return self._given_up(task_id)
 
-    def _attempt(self, task_id: int) -> Cancellation | None:
+    def _attempt(self, task_id: int, patience: str) -> Cancellation | None:
         """Look once; None: somebody holds it, and it is not known who."""
         try:
             with self.connection.begin() as transaction:
+                self.connection.execute(set_lock_timeout(patience))
                 done = self._look(task_id)
                 if done is not None and done.found == "refused":
                     transaction.rollback()
@@ -158,7 +160,6 @@ class Canceller:
             return None
 
     def _look(self, task_id: int) -> Cancellation | None:
-        self.connection.execute(set_lock_timeout(LOCK_TIMEOUT))
         lanes = self._lanes(task_id)
         for claimed in self.settler.reclaim(task_id):
             return self._bury(claimed, lanes[0] if lanes else None, seized=False)

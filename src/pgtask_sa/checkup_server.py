@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import Row, text
 
@@ -231,11 +232,14 @@ def check_snapshots(patient: Patient) -> Iterator[Finding]:
         remedy = f"end it, or select pg_terminate_backend({row.pid}); give long tasks a timeout"
         yield warning("snapshots", problem, remedy)
     if not old:
-        oldest = f"the oldest transaction has {rows[0].seconds:.0f} s" if rows else "none is open"
-        yield ok("snapshots", oldest)
+        yield ok("snapshots", _oldest(rows[0]) if rows else "none is open")
 
 
-def _person(row: Row[tuple[str]]) -> str:
+def _oldest(row: Row[Any]) -> str:
+    return f"the oldest is {row.seconds:.0f} s old, of {_person(row)}"
+
+
+def _person(row: Row[Any]) -> str:
     name = row.application_name or row.backend_type
     return f"pid {row.pid} ({row.usename}, {name}, {row.state or 'no state'})"
 

@@ -176,9 +176,9 @@ class Crew:
             self._refuse([f"{each.message}; {each.remedy}" for each in found])
 
     def _refuse(self, dangers: Sequence[str]) -> None:
-        for danger in dangers:
+        is_told, self.failed = self.failed, True  # by another lane, which looked at the same time
+        for danger in () if is_told else dangers:
             self.plan.events.emit("worker.refused", danger, level=logging.CRITICAL)
-        self.failed = True
         self.stopping.set()
         self.stop()
         raise Stopped
@@ -198,11 +198,15 @@ class Crew:
 
     def _replace(self, lane: SyncLane | AsyncLane) -> None:
         """Write off a lane whose handler does not come back, and see to it that work goes on."""
-        if self.stopping.is_set() or lane.abandoned:
+        if lane.abandoned:
+            return
+        if self.stopping.is_set():
+            if isinstance(lane, SyncLane):  # the end need not wait for what counts no more
+                self._abandon(lane)
             return
         self.plan.events.emit(
             "lane.stuck",
-            f"{lane.name} is stuck in a handler long after its time; {self._remedy(lane)}",
+            f"{lane.name} is stuck in a handler whose task was taken from it; {self._remedy(lane)}",
             level=logging.ERROR,
         )
         self._abandon(lane)
@@ -332,6 +336,12 @@ class Crew:
             claimed = execution.running if execution is not None else None
             if execution is not None and claimed is not None and claimed.task_id == task_id:
                 execution.settled = execution.expired = claimed
+                self.plan.events.emit(
+                    "task.cancelled",
+                    f"{claimed} was cancelled; its handler is stopped",
+                    task_id=claimed.task_id,
+                    task_type=claimed.task_type,
+                )
                 self._stop_handler(lane, claimed)
 
     def _lease_lost(self, lease: Lease) -> None:

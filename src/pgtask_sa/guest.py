@@ -19,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Executable, RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
-from pgtask_sa.calls import T
+from pgtask_sa.calls import T, remember_options
 from pgtask_sa.claiming import Claiming
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
@@ -152,8 +152,10 @@ class _Faces:
     def open(self, **options: Any) -> tuple[Session, Any]:
         if self.is_async:
             handed = self.make_async(bind=self.async_connection, **options)
+            remember_options(handed.sync_session)
             return handed.sync_session, handed
         session = self.make(bind=self.connection, **options)
+        remember_options(session)
         return session, session
 
     def aside(self, work: Callable[[], T]) -> T:

@@ -17,13 +17,11 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import Connection, Engine, Executable
 from sqlalchemy.orm import Session
-from typing_extensions import Self
 
 from pgtask_sa import lease_statements as statements
 from pgtask_sa.admission import Lease
@@ -33,19 +31,17 @@ from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
-from pgtask_sa.ground import ENDS_TRANSACTION, TROUBLE
+from pgtask_sa.fence import Fence
+from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables
 
+SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
-UNDEFINED_TABLE = "42P01"
+UNDEFINED_TABLE, READ_ONLY = "42P01", "25006"
 CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
-PAST_FENCE = (
-    "a leased handler ends its transactions by commit() and rollback() of its session alone: "
-    "these make sure that the lease still stands"
-)
 
 
 class Keeper(threading.Thread):
@@ -146,6 +142,7 @@ class LeasedRuns:
         self.events = execution.events
         self.keeper = keeper
         self._trouble: BaseException | None = None  # the last error of our own database
+        self._moved = False  # the handler has changed the session on the server
         task = execution.tables.task
         self._hold = statements.hold_lease(task)
         self._finish_statement = statements.finish_lease(task)
@@ -189,22 +186,24 @@ class LeasedRuns:
         info.pop(TROUBLE, None)
         session, handed = execution.face.open(twophase=False)
         error: BaseException | None = None
-        with _Fence(session, self.connection, lambda: self._is_ours(session, lease)) as fence:
+        with Fence(session, self.connection, lambda: self._is_ours(session, lease)) as fence:
             try:
                 given = arguments(handler, handed, lease.claimed, execution.tables)
                 execution.face.call(handler, given, lease.claimed)
                 fence.up = False
-                self._finish(session, lease)
+                self._finish(session, lease, fence)
             except BaseException as raised:  # noqa: BLE001 - whatever a handler raises is a failure
                 error = raised
                 self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
+        self._moved = fence.moved
         self._end(session)
         return error
 
     def _end(self, session: Session) -> None:
         """Leave no transaction open; a COMMIT that failed leaves one behind in SQLAlchemy."""
-        if self.execution.ground.status() == TransactionStatus.ACTIVE:
-            self.connection.invalidate()  # to end the session on it would wait for ever
+        if self._moved or self.execution.ground.status() == TransactionStatus.ACTIVE:
+            # with settings that the next task must not meet; or to end the session would hang
+            self.connection.invalidate()
         trouble = close(session, self.events)
         try:
             self.connection.rollback()
@@ -214,11 +213,17 @@ class LeasedRuns:
             self.connection.invalidate()
 
     def _is_ours(self, session: Session, lease: Lease) -> None:
-        if session.connection().execute(self._hold, lease.key).first() is None:
+        self._execute(session, self._hold, lease)
+
+    def _execute(self, session: Session, statement: Executable, lease: Lease) -> None:
+        # whatever tables of whose the handler works with
+        own = {SCHEMAS: self.connection.engine.get_execution_options().get(SCHEMAS)}
+        found = session.connection().execute(statement, lease.key, execution_options=own)
+        if found.first() is None:
             lease.lost = True
             raise LeaseLost(LOST)
 
-    def _finish(self, session: Session, lease: Lease) -> None:
+    def _finish(self, session: Session, lease: Lease, fence: Fence) -> None:
         """Delete the task and commit, together with the handler's last writes."""
         if self.execution.cut:
             raise Stopped
@@ -229,9 +234,8 @@ class LeasedRuns:
                 f"the handler swallowed a database error in its last transaction: {what}"
             ) from cause
         session.flush()
-        if session.connection().execute(self._finish_statement, lease.key).first() is None:
-            lease.lost = True
-            raise LeaseLost(LOST)
+        fence.come_back(session)
+        self._execute(session, self._finish_statement, lease)
         session.commit()
 
     # -- what became of it -------------------------------------------------------------------------
@@ -268,6 +272,8 @@ class LeasedRuns:
         trouble = self._trouble
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return 0
+        if self._moved and sqlstate(trouble) == READ_ONLY:
+            return 0  # it has set that itself, for all we know
         return self.execution.arrears.bear(claimed, trouble)
 
     def give_back(self, lease: Lease) -> None:
@@ -284,69 +290,6 @@ class LeasedRuns:
             task_id=claimed.task_id,
             task_type=claimed.task_type,
         )
-
-
-class _Fence:
-    """Stands before each commit of a handler's session, but for those of savepoints.
-
-    What would end a transaction past the session is refused: ``COMMIT`` as text, ``commit()`` of
-    the session's connection or of its transaction, and that of the driver.
-    """
-
-    def __init__(self, session: Session, connection: Connection, check: Callable[[], None]) -> None:
-        self.check = check
-        self.up = True
-        self._passed = False
-        self._guarded: dict[Any, Any] = {}  # connections of the driver, and their own commit()
-        self._events: list[tuple[Any, str, Callable[..., None]]] = [
-            (session, "before_commit", self._before_commit),
-            (connection, "before_cursor_execute", self._before_execute),
-            (connection, "begin", self._begin),
-            (connection, "commit", self._commit),
-            (connection, "rollback", self._rollback),
-        ]
-
-    def __enter__(self) -> Self:
-        for target, name, heard in self._events:
-            event.listen(target, name, heard)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for target, name, heard in self._events:
-            event.remove(target, name, heard)
-        for driver, commit in self._guarded.items():
-            driver.commit = commit
-
-    def _before_commit(self, session: Session) -> None:
-        if session.in_nested_transaction():
-            return
-        if self.up:
-            self.check()
-        self._passed = True
-
-    def _before_execute(self, _conn: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if ENDS_TRANSACTION.match(statement):
-            raise TaskFailed(PAST_FENCE)
-
-    def _begin(self, connection: Connection) -> None:
-        """Guard the driver's connection, which may be another one after it was lost."""
-        driver: Any = connection.connection.driver_connection
-        if driver not in self._guarded:
-            self._guarded[driver] = driver.commit
-            driver.commit = partial(self._commit_driver, driver.commit)
-
-    def _commit(self, _connection: Connection) -> None:
-        if not self._passed:
-            raise TaskFailed(PAST_FENCE)
-
-    def _commit_driver(self, commit: Callable[[], Any]) -> Any:
-        if not self._passed:
-            raise TaskFailed(PAST_FENCE)
-        self._passed = False
-        return commit()  # or what is to be awaited
-
-    def _rollback(self, _connection: Connection) -> None:
-        self._passed = False
 
 
 def take_over(settler: Settler, lease: Lease, pid: int | None) -> list[Any]:

@@ -30,6 +30,7 @@ class Work:
     keeps_double: bool = False
     has_swallowed: bool = False  # a database error
     is_spoiled: bool = False  # by one below its session, which cannot be rolled back
+    is_aborted: bool = False  # its whole transaction: to be counted in another one
     outcome: str | None = None
 
     def keep(self) -> None:

@@ -185,6 +185,8 @@ class Machine(RuleBasedStateMachine):
         mode = "leased" if job.is_leased else "plain"
         self.tally[f"{mode} {outcome}"] += 1
         lane.obey(order, replace(fault) if fault else None)
+        if work.is_aborted and fault is None and outcome != "stop":
+            assert job.task_id in lane.owed(), f"{lane} aborted its transaction, and owes nothing"
         if job.is_leased and job.owner is lane and not self._was_robbed(lane, job):
             hit = any(entry[0] in ("cut", "crash") for entry in lane.log)
             self._leased_end(lane, job, work, hit or lane in self.disturbed)

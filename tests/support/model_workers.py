@@ -99,6 +99,20 @@ class WorkerRules(CallerRules):
         if lane in self._blocked():
             self._conclude(lane, how, fault)
 
+    @rule(pick=picks, kind=kinds, what=st.sampled_from(["swallow", "spoil", "write_double"]))
+    @only_if(lambda self: self._idle())
+    def error_is_not_noticed(self, pick: int, kind: str, what: str) -> None:
+        """Let a handler return as if nothing were amiss with its transaction."""
+        lane = pick_of(self._idle(), pick)
+        if not self._ready():
+            self.enqueue_and_commit(kind=kind)
+        self._claim(lane)
+        self.agree()
+        if lane in self._able():
+            getattr(self, f"_{what}")(lane)
+        if lane in self._blocked():
+            self._conclude(lane, "return")
+
     # -- what handlers do ----------------------------------------------------------------------
 
     @rule(
@@ -145,6 +159,7 @@ class WorkerRules(CallerRules):
         ground = lane.execution.ground
         if work.is_spoiled and not (ground.open or ground._sent):
             self.tally["transactions aborted"] += 1
+            work.is_aborted = True
             self.disturbed.add(lane)
             if not ground._spent:  # else the rows are held until the handler ends
                 self._rolled_back(lane)
@@ -200,6 +215,28 @@ class WorkerRules(CallerRules):
         self.tally["crashes"] += 1
         process.crash()
         self._after_crash(process)
+
+    @rule(pick=picks, kind=kinds)
+    @only_if(lambda self: self._idle())
+    def worker_dies_of_a_task(self, pick: int, kind: str) -> None:
+        """Let the others claim what a worker ran that died after their last look at the dead."""
+        lane = pick_of(self._idle(), pick)
+        if not self._ready():
+            self.enqueue_and_commit(kind=kind)
+        self._claim(lane)
+        self.agree()
+        for process in self.processes:
+            if process is not lane.process:
+                process.presence.look_after()
+        if not lane.is_busy:
+            return
+        self.tally["crashes"] += 1
+        lane.process.crash()
+        self._after_crash(lane.process)
+        self.agree()
+        for other in self._idle():
+            self._claim(other)
+            self.agree()
 
     @rule(pick=picks)
     @only_if(lambda self: self._sound())
@@ -268,9 +305,9 @@ class WorkerRules(CallerRules):
 
     @rule(
         pick=picks,
-        commits=st.booleans(),
-        how=st.sampled_from(["return", "return", *ENDINGS]),
-        fault=faults,
+        commits=st.sampled_from([False, False, True]),
+        how=st.sampled_from(["return"] * 6 + list(ENDINGS)),
+        fault=st.none() | st.none() | faults,
     )
     @only_if(lambda self: self._leasing() or self._idle())
     def lease_is_lost(self, pick: int, commits: bool, how: str, fault: Fault | None) -> None:
@@ -296,8 +333,10 @@ class WorkerRules(CallerRules):
         """See to it that a leased handler runs, if that can be."""
         if not self._leasing():
             self.enqueue_and_commit(kind="L")
-            self._claim(pick_of(self._idle(), pick))
-            self.agree()
+            for _ in range(3):  # it may be the turn of others first
+                if self._idle() and not self._leasing():
+                    self._claim(pick_of(self._idle(), pick))
+                    self.agree()
 
     @rule(pick=picks, fault=endings)
     @only_if(lambda self: self._leasing() or self._idle())

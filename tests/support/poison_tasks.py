@@ -26,6 +26,18 @@ def note_start(params) -> int:
         return file.tell()
 
 
+_MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("malloc", ctypes.CDLL(None)))
+
+
+def _limit_memory() -> tuple[int, int]:
+    """Allow this process 100 MB more than it has; return the limits that it had."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + 100_000_000
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    return before
+
+
 def die(how: str) -> None:
     """End this process, without a word."""
     if how == "sigkill":
@@ -36,6 +48,9 @@ def die(how: str) -> None:
         os._exit(0)
     elif how == "segfault":
         ctypes.string_at(0)
+    elif how == "memory":
+        _limit_memory()
+        ctypes.memset(_MALLOC(1_000_000_000), 0, 1)  # as C code that does not look what it got
     elif how == "group":  # the supervisor and its other children as well
         os.killpg(0, signal.SIGKILL)
 
@@ -76,10 +91,7 @@ def fragile(session, params):
 @tasks.handler("GLUTTON", max_attempts=2, backoff=0.05)
 def glutton(session, params):
     note_start(params)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + 100_000_000
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    before = _limit_memory()
     try:
         bytearray(1_000_000_000)
     finally:
