@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from sqlalchemy import FromClause, RowMapping
+    from sqlalchemy import FromClause, RowMapping, Table
     from sqlalchemy.dialects.postgresql import Insert
     from sqlalchemy.orm import ColumnProperty, Mapper
     from sqlalchemy.types import TypeEngine
@@ -80,9 +81,12 @@ class NewTask:
 
     def plan(self) -> dict[str, Any]:
         """Return the values that say when its turn is, without what is the default."""
-        values = {"priority": self.priority, "run_at": self.run_at}
-        left_out = {"priority": 0, "run_at": None}
-        return {k: v for k, v in values.items() if _is_sql(v) or v != left_out[k]}
+        plan: dict[str, Any] = {}
+        if type(self.priority) is not int or self.priority != 0:
+            plan["priority"] = self.priority
+        if self.run_at is not None:
+            plan["run_at"] = self.run_at
+        return plan
 
 
 def is_hstore(task_class: type[Any]) -> bool:
@@ -231,7 +235,12 @@ def any_insert(task_class: type[Any]) -> Insert:
 
     Sessions that route by statement send what is no write to a replica.
     """
-    return pg_insert(task_table(task_class))
+    return _any_insert(task_table(task_class))
+
+
+@lru_cache
+def _any_insert(table: Table) -> Insert:
+    return pg_insert(table)
 
 
 def all_columns(task_class: type[Any]) -> list[ColumnElement[Any]]:

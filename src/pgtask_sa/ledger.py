@@ -136,13 +136,16 @@ class Ledger:
 
     def _release(self, session: Session) -> None:
         """Let go of the tasks that have been written, and of those that were rolled back."""
-        written = [task for task in self.tasks if inspect(task).persistent and task in session]
-        _load_what_the_server_chose(session, written)
-        for task in written:
+        mine = [(task, inspect(task)) for task in self.tasks if task in session]
+        written = [(task, state) for task, state in mine if state.persistent]
+        stale = [task for task, state in written if state.expired_attributes]
+        if stale:
+            _load_what_the_server_chose(session, stale)
+        for task, _ in written:
             session.expunge(task)
-        for task_class in {type(task) for task in written}:
+        for task_class in {type(task) for task, _ in written}:
             self.note_write(session, task_class)
-        self.tasks = [task for task in self.tasks if task in session]
+        self.tasks = [task for task, state in mine if state.pending]
 
     # -- one transaction, one engine --------------------------------------------------------------
 
@@ -198,7 +201,7 @@ def _load_what_the_server_chose(session: Session, written: list[Any]) -> None:
 
     Later is too late: the object is about to leave the session.
     """
-    stale = {inspect(t).identity[0]: t for t in written if inspect(t).expired_attributes}
+    stale = {inspect(task).identity[0]: task for task in written}
     for task_class in {type(task) for task in stale.values()}:
         ids = [key for key, task in stale.items() if type(task) is task_class]
         c = task_table(task_class).c
