@@ -103,7 +103,8 @@ class EnqueueMixin(_Base):
             ParamsError: the params of a task were given as a callable, and what it returned
                 cannot be kept. All that is pending stays pending.
         """
-        self._ledger.flush(self, partial(super().flush, objects))
+        flush = super().flush
+        self._ledger.flush(self, partial(flush, objects) if objects else flush)
 
     @overload
     def enqueue(
