@@ -304,6 +304,16 @@ def test_a_row_that_a_trigger_drops_is_an_error(maker: Any, engine: Engine) -> N
             session.flush()
 
 
+def test_an_enqueue_leaves_no_lock_behind(maker: Any, engine: Engine) -> None:
+    """The trigger gives back what it took, or later inserts would notify for nobody."""
+    with maker() as session:
+        session.enqueue("A")
+        session.flush()
+        mine = "locktype = 'advisory' and pid = pg_backend_pid()"
+
+        assert 0 == session.scalar(text(f"select count(*) from pg_locks where {mine}"))
+
+
 def test_a_task_whose_callable_is_lost_is_refused(maker: Any, engine: Engine) -> None:
     """Taken out of the session and added again, it has no params to write."""
     with maker() as session:
