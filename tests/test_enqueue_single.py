@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from faces import committed
 from own_models import EnumJob, HstoreJob, Kind, PlainJob, Usr, create_all
-from sqlalchemy import Engine, event, func, inspect, text
+from sqlalchemy import Engine, ForeignKey, Integer, event, func, inspect, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import IntegrityError, PendingRollbackError
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    mapped_column,
+    relationship,
+    sessionmaker,
+)
 from sqlalchemy.orm.exc import FlushError
 
 from pgtask_sa import EnqueueError, EnqueueMixin, Task, TaskMixin, TaskSession
@@ -39,6 +46,30 @@ class DefaultJob(TaskMixin, OwnBase):
     __tablename__ = "default_job"
 
     tries: Mapped[int] = mapped_column(default=lambda: 7)
+
+
+class VersionJob(TaskMixin, OwnBase):
+    """A version that the mapper counts."""
+
+    __tablename__ = "version_job"
+
+    version: Mapped[int] = mapped_column()
+    __mapper_args__: ClassVar[Any] = {"version_id_col": version}
+
+
+class Tenant(OwnBase):
+    __tablename__ = "tenant"
+
+    tenant_id: Mapped[int] = mapped_column(primary_key=True)
+
+
+class TenantJob(TaskMixin, OwnBase):
+    """An object of another class at the task."""
+
+    __tablename__ = "tenant_job"
+
+    tenant_id: Mapped[int | None] = mapped_column(ForeignKey(Tenant.tenant_id))
+    tenant: Mapped[Tenant | None] = relationship()
 
 
 @pytest.fixture
@@ -132,6 +163,7 @@ def test_what_is_sent_for_an_enqueue(
         ("A", {"task_class": MetaJob, "meta": None}),
         ("A", {"task_class": MetaJob, "meta": {"a": None}, "shard": None}),
         ("A", {"task_class": DefaultJob}),
+        ("A", {"task_class": VersionJob}),
     ],
 )
 def test_an_object_and_its_row_are_what_a_flush_makes_of_them(
@@ -236,13 +268,47 @@ def test_what_else_is_to_be_written_is_written(maker: Any, engine: Engine) -> No
         ann.name = "Anna"
         session.enqueue("A")
         session.flush()
+        assert [] == [*session.dirty, *session.new]
         session.delete(bob)
         session.enqueue("B")
         session.flush()
 
-        assert [] == [*session.dirty, *session.deleted, *session.new]
+        assert [] == [*session.deleted, *session.new]
         assert ["Anna"] == list(session.scalars(text("select name from usr")))
     assert [("A",), ("B",)] == committed(engine, "task_type")
+
+
+def test_an_object_at_the_task_gives_it_its_key(maker: Any, engine: Engine) -> None:
+    """A relationship is the unit of work's business."""
+    with maker.begin() as session:
+        tenant = Tenant(tenant_id=5)
+        session.add(tenant)
+        session.flush()
+        task = session.enqueue("A", task_class=TenantJob)
+        task.tenant = tenant
+
+    assert [(5,)] == committed(engine, "tenant_id", "tenant_job")
+
+
+def test_a_column_that_was_mapped_later_is_written(maker: Any, engine: Engine) -> None:
+    """What is remembered of a class does not outlive a change of it."""
+
+    class LateBase(DeclarativeBase):
+        pass
+
+    class LateJob(TaskMixin, LateBase):
+        __tablename__ = "late_job"
+
+    LateBase.metadata.create_all(engine)
+    with maker.begin() as session:
+        session.enqueue("A", task_class=LateJob)
+    LateJob.late = mapped_column(Integer)  # type: ignore[attr-defined]
+    with engine.begin() as connection:
+        connection.execute(text("alter table late_job add late integer"))
+    with maker.begin() as session:
+        session.enqueue("A", task_class=LateJob, late=5)
+
+    assert [(None,), (5,)] == committed(engine, "late", "late_job")
 
 
 def test_a_row_that_was_added_by_hand_stays(maker: Any) -> None:
