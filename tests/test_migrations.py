@@ -353,3 +353,27 @@ def test_0003_and_back(empty_db_url: str) -> None:
     migrations.upgrade(empty_db_url)
     migrations.downgrade(empty_db_url, "0002")
     assert before == _catalog(empty_db_url)
+
+
+# -- 0004 -----------------------------------------------------------------------------------------
+
+
+def test_0004_waits_for_nobody(empty_db_url: str) -> None:
+    """The trigger's function is replaced beside transactions that have inserted and claimed."""
+    migrations.upgrade(empty_db_url, "0003")
+    with (
+        _running_task(empty_db_url, "delete from task where task_id = 1"),
+        _running_task(empty_db_url, "insert into task (task_type) values ('B')"),
+    ):
+        migrations.upgrade(empty_db_url, "0004", lock_timeout=0.1, attempts=1)
+    assert "0004" == migrations.current(empty_db_url)
+
+
+def test_0004_and_back(empty_db_url: str) -> None:
+    """A downgrade brings back the function as it was."""
+    migrations.upgrade(empty_db_url, "0003")
+    before = _catalog(empty_db_url)
+    migrations.upgrade(empty_db_url)
+    assert before != _catalog(empty_db_url)
+    migrations.downgrade(empty_db_url, "0003")
+    assert before == _catalog(empty_db_url)

@@ -103,7 +103,8 @@ class EnqueueMixin(_Base):
             ParamsError: the params of a task were given as a callable, and what it returned
                 cannot be kept. All that is pending stays pending.
         """
-        self._ledger.flush(self, partial(super().flush, objects))
+        flush = super().flush
+        self._ledger.flush(self, partial(flush, objects) if objects else flush)
 
     @overload
     def enqueue(
@@ -243,14 +244,18 @@ class EnqueueMixin(_Base):
         intake.check_usable(self)
         target = intake.resolve(task, task_class, self.task_class, self.max_params_bytes)
         rule = intake.conflict_rule(target.task_class, on_conflict, coalesce=coalesce)
+        is_plain, is_late = not coalesce and rule is None, callable(params)
         new = intake.new_task(
-            target, run_at=run_at, delay=delay, priority=priority, columns=columns
+            target,
+            target.dump(params) if is_plain and not is_late else {},
+            run_at=run_at,
+            delay=delay,
+            priority=priority,
+            columns=columns,
         )
-        if coalesce or rule is not None:
+        if not is_plain:
             return self._write_now(replace(new, params=self._params_now(params, target)), rule)
-        if callable(params):
-            return self._add(new, lambda: target.evaluate(params))
-        return self._add(replace(new, params=target.dump(params)))
+        return self._add(new, (lambda: target.evaluate(params)) if is_late else None)
 
     def _add(self, new: NewTask, fill: Fill | None = None) -> TaskMixin:
         task: TaskMixin = intake.make_object(new)
@@ -350,7 +355,7 @@ annotate the handler's params with a dataclass, TypedDict or pydantic model to s
             raise EnqueueError(f"batch_size must be an integer of 1 or more, got {batch_size!r}")
         target = intake.resolve(task, task_class, self.task_class, self.max_params_bytes)
         template = intake.new_task(
-            target, run_at=run_at, delay=delay, priority=priority, columns=columns
+            target, {}, run_at=run_at, delay=delay, priority=priority, columns=columns
         )
         self._ledger.autoflush(self)
         written = direct.write_many(

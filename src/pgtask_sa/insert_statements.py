@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from sqlalchemy import FromClause, RowMapping
+    from sqlalchemy import FromClause, RowMapping, Table
     from sqlalchemy.dialects.postgresql import Insert
     from sqlalchemy.orm import ColumnProperty, Mapper
     from sqlalchemy.types import TypeEngine
@@ -80,9 +81,12 @@ class NewTask:
 
     def plan(self) -> dict[str, Any]:
         """Return the values that say when its turn is, without what is the default."""
-        values = {"priority": self.priority, "run_at": self.run_at}
-        left_out = {"priority": 0, "run_at": None}
-        return {k: v for k, v in values.items() if _is_sql(v) or v != left_out[k]}
+        plan: dict[str, Any] = {}
+        if type(self.priority) is not int or self.priority != 0:
+            plan["priority"] = self.priority
+        if self.run_at is not None:
+            plan["run_at"] = self.run_at
+        return plan
 
 
 def is_hstore(task_class: type[Any]) -> bool:
@@ -113,10 +117,11 @@ def has_sql(value: Any) -> bool:
         return any(has_sql(item) for item in value.values())
     if isinstance(value, (list, tuple)):
         return any(has_sql(item) for item in value)
-    return _is_sql(value)
+    return is_sql(value)
 
 
-def _is_sql(value: Any) -> bool:
+def is_sql(value: Any) -> bool:
+    """Whether a value is an SQL expression itself."""
     return isinstance(value, ClauseElement) or hasattr(value, "__clause_element__")
 
 
@@ -231,7 +236,12 @@ def any_insert(task_class: type[Any]) -> Insert:
 
     Sessions that route by statement send what is no write to a replica.
     """
-    return pg_insert(task_table(task_class))
+    return _any_insert(task_table(task_class))
+
+
+@lru_cache
+def _any_insert(table: Table) -> Insert:
+    return pg_insert(table)
 
 
 def all_columns(task_class: type[Any]) -> list[ColumnElement[Any]]:
@@ -271,7 +281,7 @@ def _row(new: NewTask, params: ColumnElement[Any]) -> dict[str, ColumnElement[An
 
 
 def _typed(value: Any, kind: TypeEngine[Any]) -> Any:
-    return value if _is_sql(value) else cast(literal(value, kind), kind)
+    return value if is_sql(value) else cast(literal(value, kind), kind)
 
 
 def _select(row: Mapping[str, ColumnElement[Any]]) -> Select[Any]:
@@ -287,7 +297,7 @@ def _hash(task_class: type[Any], params: Any, seed: Any) -> ColumnElement[Any]:
 def params_expression(task_class: type[Any], params: Any) -> ColumnElement[Any]:
     """Return params as an SQL expression; those that hold SQL are built by the server."""
     kind = task_table(task_class).c.params.type
-    if _is_sql(params):
+    if is_sql(params):
         return cast(params, kind)
     if not has_sql(params):
         return cast(literal(params, kind), kind)
@@ -297,7 +307,7 @@ def params_expression(task_class: type[Any], params: Any) -> ColumnElement[Any]:
 
 
 def _jsonb(value: Any, keys: tuple[str | int, ...]) -> ColumnElement[Any]:
-    if _is_sql(value):
+    if is_sql(value):
         return value  # type: ignore[no-any-return]
     if not has_sql(value):
         return cast(literal(json.dumps(snapshot_value(value, keys)), Text), JSONB)
@@ -335,7 +345,7 @@ def _joined(parts: Sequence[ColumnElement[Any]]) -> ColumnElement[Any]:
 
 
 def _hstore(params: Mapping[str, Any]) -> ColumnElement[Any]:
-    plain = {key: item for key, item in params.items() if not _is_sql(item)}
+    plain = {key: item for key, item in params.items() if not is_sql(item)}
     snapshot_hstore({**dict.fromkeys(params), **plain})
     values = [cast(item, Text) for item in params.values()]
     return func.hstore(array([literal(key, Text) for key in params]), array(values), type_=HSTORE)

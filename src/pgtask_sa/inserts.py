@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pgtask_sa import intake
@@ -55,8 +54,15 @@ def insert_task(
         >>> statement = select(usr.c.usr_id).add_cte(task)
     """
     target = intake.resolve(task, task_class, Task)
-    new = intake.new_task(target, run_at=run_at, delay=delay, priority=priority, columns=columns)
-    return insert_one(replace(new, params=_composable(params, target)))
+    new = intake.new_task(
+        target,
+        _composable(params, target),
+        run_at=run_at,
+        delay=delay,
+        priority=priority,
+        columns=columns,
+    )
+    return insert_one(new)
 
 
 def _composable(params: Any, target: intake.Target) -> Any:

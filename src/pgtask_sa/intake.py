@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Enum as SqlEnum
@@ -28,6 +29,7 @@ from pgtask_sa.retry import Seconds, as_seconds
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine
     from sqlalchemy.orm import Session
+    from sqlalchemy.types import TypeEngine
 
 MAX_PRIORITY = 2**15 - 1  # of a smallint
 
@@ -43,10 +45,11 @@ class Target:
 
     def dump(self, params: Any, *, path: str = "params") -> dict[str, Any]:
         """Validate params and return what the column keeps."""
-        if statements.is_hstore(self.task_class) and not self.codec.typed:
+        is_hstore = statements.is_hstore(self.task_class)
+        if is_hstore and not self.codec.typed:
             return snapshot_hstore(params, path=path, max_bytes=self.max_bytes)
         raw = self.codec.dump(params, path=path, max_bytes=self.max_bytes)
-        return hstore_texts(raw, path=path) if statements.is_hstore(self.task_class) else raw
+        return hstore_texts(raw, path=path) if is_hstore else raw
 
     def evaluate(self, params: Callable[[], Any]) -> dict[str, Any]:
         """Evaluate and validate params that were given as a callable."""
@@ -73,22 +76,24 @@ def resolve(
 
 def new_task(
     target: Target,
+    params: Any,
     *,
     run_at: Any = None,
     delay: Seconds | None = None,
     priority: Any = 0,
     columns: Mapping[str, Any],
 ) -> NewTask:
-    """Check everything but the params, which are still empty."""
-    check_columns(target.task_class, columns)
+    """Check everything but the params, which have been checked or are still to come."""
+    if columns:
+        check_columns(target.task_class, columns)
     moment = check_run_at(run_at, delay)
     rank = check_priority(priority)
-    return NewTask(target.task_class, target.label, {}, moment, columns, rank)
+    return NewTask(target.task_class, target.label, params, moment, columns, rank)
 
 
 def check_priority(priority: Any) -> Any:
     """Return a priority: an integer that the column holds, or an SQL expression."""
-    if statements.has_sql(priority):
+    if type(priority) is not int and statements.has_sql(priority):
         return priority
     if isinstance(priority, bool) or not isinstance(priority, int):
         raise EnqueueError(f"priority must be an integer, got {priority!r}")
@@ -139,11 +144,17 @@ def _extra_columns(task_class: type[Any]) -> set[str]:
 
 def make_object(new: NewTask) -> Any:
     """Make the ORM object of a plain enqueue."""
-    kind = task_table(new.task_class).c.task_type.type
-    label: Any = new.label
-    if isinstance(kind, SqlEnum) and kind.enum_class is not None:
-        label = dict(zip(kind.enums, kind.enum_class, strict=False))[label]
+    members = _enum_members(task_table(new.task_class).c.task_type.type)
+    label: Any = members[new.label] if members else new.label
     return new.task_class(task_type=label, params=new.params, **new.plan(), **new.columns)
+
+
+@lru_cache
+def _enum_members(kind: TypeEngine[Any]) -> dict[str, Enum]:
+    """Return what the labels stand for, if the types are members of a Python enum."""
+    if not isinstance(kind, SqlEnum) or kind.enum_class is None:
+        return {}
+    return dict(zip(kind.enums, kind.enum_class, strict=False))
 
 
 def conflict_rule(task_class: type[Any], on_conflict: str | None, *, coalesce: bool) -> str | None:

@@ -102,7 +102,7 @@ def upgrade(
         pgtask_sa.errors.ConfigurationError: not a Postgres database: mysql://localhost/shop
     """
     engine = _engine(database)
-    if revision in ("head", "heads", "0003"):
+    if revision in ("head", "heads", "0003", "0004"):
         _prepare(engine, lock_timeout, attempts)
     _run("upgrade", engine, revision, lock_timeout=lock_timeout, attempts=attempts)
 
