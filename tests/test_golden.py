@@ -100,6 +100,7 @@ CASES: dict[str, Callable[[], Executable]] = {
     "enlist": lambda: presence_statements.enlist(TASK),
     "note_claim": lambda: presence_statements.note_claim(TASK),
     "note_in_place": lambda: presence_statements.note_in_place(TASK),
+    "disown": lambda: presence_statements.disown(TASK),
     "deaths": lambda: presence_statements.deaths(TASK),
     "deaths.schema": lambda: presence_statements.deaths(ENUM),
     "note_alive": lambda: presence_statements.note_alive(TASK),

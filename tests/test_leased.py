@@ -458,7 +458,7 @@ def test_a_deadline(running, kind, enforced, monkeypatch):
     long.register(running, kind, max_attempts=1, lease=60, timeout=0.3)
     brief(running, kind, "GOOD", lambda session, _task: mark(session, 7))
     if not enforced:
-        monkeypatch.setattr("pgtask_sa.watchdog.take_over", _refuse)
+        monkeypatch.setattr("pgtask_sa.enforcement.take_over", _refuse)
     with running:
         running.enqueue("LONG")
         running.until(lambda: long.waiting)

@@ -4,6 +4,8 @@
   alone: most workers that are killed are killed from outside. Then, if that worker had nothing else
   in flight, it is the culprit: it is put back as after any failed attempt, or buried. If it had,
   nobody can tell, and it runs again, alone.
+* One whose handler did not come back in time, and whose start nobody has counted yet, is put back
+  or buried: whoever claims it finds that noted; see `enforcement`.
 * A task of the leased mode is not run in the claim's transaction: it is put back as leased, to run
   after the COMMIT.
 """
@@ -19,7 +21,7 @@ from pgtask_sa.errors import WorkerDied
 from pgtask_sa.handlers import Handler
 from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Claimed, Report, Settler
+from pgtask_sa.settle import Claimed, Report, Settler, timed_out
 from pgtask_sa.solitude import Solitary
 
 DIED = "the worker died while it ran this task"
@@ -95,7 +97,7 @@ class Admission:
             return batch
         found = [deaths.get(claimed.task_id, Deaths()) for claimed in batch]
         return [
-            replace(claimed, uncounted=each.count, was_alone=each.alone)
+            replace(claimed, uncounted=each.count, was_alone=each.alone, was_taken=each.taken)
             for claimed, each in zip(batch, found, strict=True)
         ]
 
@@ -119,12 +121,15 @@ class Admission:
         """Say whether a worker died of it, or of something that must not be tried once more."""
         died = claimed.uncounted > 0 or claimed.values["lease_token"] is not None
         used_up = claimed.attempts >= self.handlers[claimed.task_type].policy.max_attempts
-        again = claimed.was_alone and claimed.attempts > 1
+        again = claimed.was_taken or (claimed.was_alone and claimed.attempts > 1)
         return again or (died and used_up)
 
     def _count_death(self, claimed: Claimed) -> Report:
-        error = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
-        policy = self.handlers[claimed.task_type].policy
+        handler = self.handlers[claimed.task_type]
+        error: Exception = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
+        if claimed.was_taken:
+            error = timed_out(handler.timeout or 0.0)
+        policy = handler.policy
         # several may have died of it, as they thought, before anybody counted
         surplus = min(max(claimed.attempts - policy.max_attempts, 0), claimed.uncounted)
         before = replace(claimed, uncounted=claimed.uncounted - surplus - 1)

@@ -18,6 +18,7 @@ from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doctor import find_dangers
 from pgtask_sa.doorbell import Doorbell
+from pgtask_sa.enforcement import Enforcer
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
@@ -112,7 +113,7 @@ class Crew:
         renewing = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self.keeper = Keeper(renewing, plan.tables, self.presence, plan.events)
         self.keeper.on_lost = self._lease_lost
-        self.watchdog = Watchdog(self.engine, self._settler)
+        self.watchdog = Watchdog(Enforcer(self.engine, self._settler))
         self.watchdog.on_stuck = self._replace
         self.shared = Shared(
             tables=plan.tables,
@@ -196,18 +197,19 @@ class Crew:
         self.lanes.append(lane)
         lane.start()
 
-    def _replace(self, lane: SyncLane | AsyncLane) -> None:
+    def _replace(self, lane: SyncLane | AsyncLane, claimed: Claimed, why: str) -> None:
         """Write off a lane whose handler does not come back, and see to it that work goes on."""
         if lane.abandoned:
             return
-        if self.stopping.is_set():
-            if isinstance(lane, SyncLane):  # the end need not wait for what counts no more
-                self._abandon(lane)
+        if self.stopping.is_set():  # then there is nothing to go on with; see `busy`
+            self.loop.blocked = self.loop.blocked or isinstance(lane, AsyncLane)
             return
         self.plan.events.emit(
             "lane.stuck",
-            f"{lane.name} is stuck in a handler whose task was taken from it; {self._remedy(lane)}",
+            f"{lane.name} is stuck in the handler of {claimed}, which {why}; {self._remedy(lane)}",
             level=logging.ERROR,
+            task_id=claimed.task_id,
+            task_type=claimed.task_type,
         )
         self._abandon(lane)
         if self.plan.options.supervised:
@@ -268,14 +270,24 @@ class Crew:
             self.listener.stop()
 
     def busy(self) -> int:
-        """Count the lanes that have not ended yet."""
-        alive = sum(lane.is_alive() and not lane.abandoned for lane in self.lanes)
-        return alive + self.loop.busy()
+        """Count the lanes that have not ended yet, and that the end must wait for.
+
+        Not one that is still in a handler whose task was taken from it: there is nothing left to
+        finish or to undo. Nor an event loop that such a handler blocks, if nothing else runs there.
+        """
+        alive = sum(self._must_end(lane) for lane in self.lanes)
+        loop = self.loop
+        if loop.blocked and not any(_is_running(lane) for lane in loop.lanes):
+            return alive
+        return alive + loop.busy()
+
+    @staticmethod
+    def _must_end(lane: SyncLane) -> bool:
+        return lane.is_alive() and not lane.abandoned and not _is_taken(lane)
 
     def running(self) -> int:
-        """Count the tasks that run; not those that were taken from a handler that is stuck."""
-        executions = [lane.execution for lane in self._all_lanes() if not lane.abandoned]
-        return sum(e is not None and e.running is not None for e in executions)
+        """Count the tasks that run; not those that were taken from a handler that goes on."""
+        return sum(_is_running(lane) for lane in self._all_lanes() if not lane.abandoned)
 
     def _all_lanes(self) -> list[Lane]:
         return [*(lane for lane in self.lanes if lane.is_alive()), *self.loop.lanes]
@@ -283,7 +295,7 @@ class Crew:
     def wait(self, seconds: float) -> None:
         """Wait a moment for lanes to end."""
         for lane in self.lanes:
-            if lane.is_alive() and not lane.abandoned:
+            if self._must_end(lane):
                 lane.join(seconds)
                 return
         self.loop.join(seconds)
@@ -342,17 +354,17 @@ class Crew:
                     task_id=claimed.task_id,
                     task_type=claimed.task_type,
                 )
-                self._stop_handler(lane, claimed)
+                self._stop_handler(lane, claimed, "was cancelled")
 
     def _lease_lost(self, lease: Lease) -> None:
         lease.lost = True
         for lane in self._all_lanes():
             if lane.execution is not None and lane.execution.lease is lease:
-                self._stop_handler(lane, lease.claimed)
+                self._stop_handler(lane, lease.claimed, "lost its lease")
 
-    def _stop_handler(self, lane: Lane, claimed: Claimed) -> None:
+    def _stop_handler(self, lane: Lane, claimed: Claimed, why: str) -> None:
         lane.interrupt()
-        self.watchdog.abandon_later(lane, claimed)
+        self.watchdog.abandon_later(lane, claimed, why)
 
     def end(self) -> None:
         """Close what is left open."""
@@ -383,3 +395,17 @@ class Crew:
                 self.roster.report(connection)
         except DATABASE_ERRORS as error:
             self.plan.events.emit("drain.report", one_line(error), level=logging.DEBUG)
+
+
+def _is_running(lane: Lane) -> bool:
+    """Say whether a lane runs a task that is still its own."""
+    return lane.execution is not None and lane.execution.running is not None and not _is_taken(lane)
+
+
+def _is_taken(lane: Lane) -> bool:
+    """Say whether the task was taken from the handler that a lane is in."""
+    execution = lane.execution
+    if execution is None or execution.running is None:
+        return False
+    is_lost = execution.lease is not None and execution.lease.lost
+    return is_lost or execution.settled is execution.running

@@ -41,7 +41,7 @@ from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
-from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
+from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled, timed_out
 from pgtask_sa.turns import Claimer
 
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
@@ -393,8 +393,3 @@ class Execution:
 
 def _is_invalid(error: BaseException) -> bool:
     return isinstance(error, DBAPIError) and error.connection_invalidated
-
-
-def timed_out(seconds: float) -> TaskFailed:
-    """Return the error of an attempt that took longer than its handler may."""
-    return TaskFailed(f"timed out after {seconds:g} s")

@@ -13,9 +13,8 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.calls import T, in_one_process, in_one_process_async
 from pgtask_sa.errors import TaskFailed
-from pgtask_sa.execution import timed_out
 from pgtask_sa.handlers import Handler
-from pgtask_sa.settle import Claimed
+from pgtask_sa.settle import Claimed, timed_out
 from pgtask_sa.watchdog import Guarded, Watchdog
 
 PATIENCE = 0.002  # seconds that the event loop may stand still, rather than change the thread

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, Engine, Executable
@@ -35,7 +34,7 @@ from pgtask_sa.fence import Fence
 from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Claimed, Settler, Tables
+from pgtask_sa.settle import Claimed, Settler, Tables, timed_out
 
 SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
@@ -197,6 +196,9 @@ class LeasedRuns:
                 self._trouble = info.get(TROUBLE)  # to end the session may bring more of it
         self._moved = fence.moved
         self._end(session)
+        if error is not None and execution.expired is lease.claimed:
+            # whatever it met then: the connection was cut, but the row could not be had
+            return timed_out(handler.timeout or 0.0)
         return error
 
     def _end(self, session: Session) -> None:
@@ -292,10 +294,8 @@ class LeasedRuns:
         )
 
 
-def take_over(settler: Settler, lease: Lease, pid: int | None) -> list[Any]:
-    """Claim a leased task from a handler that does not end, and cut off its connection."""
-    if pid is not None:
-        settler.connection.exec_driver_sql("select pg_terminate_backend(%s)", (pid,))
+def take_over(settler: Settler, lease: Lease) -> list[Claimed]:
+    """Claim a leased task from a handler that does not end; nothing if the lease was lost."""
     take = statements.take_leased(settler.tables.task)
     rows = settler.connection.execute(take, lease.key).mappings()
     return [settler.tables.claimed(row, -1) for row in rows]

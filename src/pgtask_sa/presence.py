@@ -52,10 +52,17 @@ POOLED = (
 
 @dataclass
 class Deaths:
-    """How many workers died while a task was in flight, and whether one had nothing else."""
+    """How many workers died while a task was in flight, and whether one had nothing else.
+
+    Attributes:
+        count: of these starts, also of those whose time was over, while their worker lives on.
+        alone: one had nothing else.
+        taken: there is one of the latter.
+    """
 
     count: int = 0
     alone: bool = False
+    taken: bool = False
 
 
 class Presence:
@@ -149,6 +156,11 @@ class Presence:
     def is_flying(self, lane: int | None) -> bool:
         """Say whether a lane's row names tasks."""
         return lane in self._flying
+
+    @property
+    def is_noting(self) -> bool:
+        """Whether entries are looked at when tasks are claimed: not so through a pooler."""
+        return self._is_direct
 
     # -- the whole worker ------------------------------------------------------------------------
 
@@ -342,4 +354,5 @@ class Presence:
                 deaths = found.setdefault(row.task_id, Deaths())
                 deaths.count += 1
                 deaths.alone = deaths.alone or row.beside == 1
+                deaths.taken = deaths.taken or row.is_taken
         return found

@@ -115,6 +115,22 @@ def _note(task: Table) -> Update:
     return noted.where(mine)
 
 
+def disown(task: Table) -> Update:
+    """Make the entry of the lane ``:own_lane`` of ``:me`` one of a worker that is dead.
+
+    Of what it names, only ``:task_ids`` stays. Its new number, ``:nobody``, is one whose lock is
+    held by nobody: so whoever claims that row next counts this start. That of the lane, below 0,
+    says that the worker lives and the task was taken from its handler. No row comes back if the
+    lane has no entry, or it does not name that task.
+    """
+    table = worker_table(task)
+    nobody = {"worker_id": bindparam("nobody"), "lane": -table.c.lane}
+    start = {"task_ids": TASK_IDS, "row_versions": ROW_VERSIONS}
+    mine = (table.c.worker_id == ME, table.c.lane == bindparam("own_lane", type_=Integer))
+    named = table.c.task_ids.contains(TASK_IDS)
+    return update(table).where(*mine, named).values(nobody | start).returning(table.c.lane)
+
+
 def _holdings(ids: Any, versions: Any, name: str) -> Any:
     pairs = func.unnest(ids, versions).table_valued(
         column("task_id", BigInteger), column("version", BigInteger), name=name
@@ -139,8 +155,9 @@ def deaths(task: Table) -> Select[Any]:
     """Of claimed rows, tell which others had claimed before, and what became of those workers.
 
     Returns:
-        One row for each such claim: ``task_id``; ``is_gone``, whether its worker is dead; and
-        ``beside``, how many tasks that had in flight, this one included, in all its lanes.
+        One row for each such claim: ``task_id``; ``is_gone``, whether its worker is dead;
+        ``beside``, how many tasks that had in flight, this one included, in all its lanes; and
+        ``is_taken``, whether instead the task was taken from a handler whose time was over.
     """
     table = worker_table(task)
     other, lane = table.alias("other"), table.alias("lane")
@@ -153,7 +170,12 @@ def deaths(task: Table) -> Select[Any]:
     )
     same = and_(claimed.c.task_id == held.c.task_id, claimed.c.version == held.c.version)
     return (
-        select(claimed.c.task_id, beside.label("beside"), _is_gone(other).label("is_gone"))
+        select(
+            claimed.c.task_id,
+            beside.label("beside"),
+            (other.c.lane < literal_column("0")).label("is_taken"),
+            _is_gone(other).label("is_gone"),
+        )
         .select_from(other.join(held, true()).join(claimed, same))
         .where(
             other.c.worker_id != MINE,

@@ -37,6 +37,9 @@ class Claimed:
         uncounted: starts that the row does not count: with workers that died. Less than none in a
             lease, where the row counts the start that is under way.
         was_alone: one of these workers had nothing else in flight.
+        was_taken: of these starts the last was no death: the time of the handler was over.
+        noted: whoever claims the row next counts this start, unless its own lane does before; of a
+            leased task, where the row counts it: its connection was cut.
     """
 
     task_id: int
@@ -45,6 +48,8 @@ class Claimed:
     json: bool
     uncounted: int = 0
     was_alone: bool = False
+    was_taken: bool = False
+    noted: bool = False
 
     @property
     def attempts(self) -> int:
@@ -86,6 +91,11 @@ class TransactionLost(TaskError):  # noqa: N818
         self.unrun = unrun  # one of the same batch whose turn never came
 
 
+def timed_out(seconds: float) -> TaskFailed:
+    """Return the error of an attempt that took longer than its handler may."""
+    return TaskFailed(f"timed out after {seconds:g} s")
+
+
 class Unsettled(TaskError):  # noqa: N818
     """Neither table takes a failed task; the transaction must be rolled back."""
 
@@ -123,6 +133,7 @@ class Tables:
         return Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
 
 
+LOCK_NOT_AVAILABLE = "55P03"
 CUT_OFF = "the connection was lost while the handler ran"
 NOT_BURIED_DELAY = 300.0  # until a task that the error queue refused is tried again
 KEEPS_ERROR = ("snoozed", "unrun", "cancelled")  # nothing failed: what failed before is kept
@@ -276,11 +287,33 @@ class Settler:
             if not self._is_there(claimed):
                 self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
             return
+        if not self._count_apart(claimed, error) and self._must_come_back(lost):
+            self.fail(claimed, error)
+
+    def count_apart(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> bool:
+        """Count a start whose own transaction is gone; False if somebody else holds the row.
+
+        He has claimed it since, and has found the start if it was noted.
+        """
+        return self._count_apart(claimed, error, seconds) or not self._is_there(claimed)
+
+    def _count_apart(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> bool:
+        """Count it if the row can be had, and has not been counted; False if it cannot."""
+        before = self.connection.begin_nested()
         found = self.reclaim(claimed.task_id)
-        if found and found[0].values[ROW_VERSION] == claimed.values[ROW_VERSION]:
-            self.fail(claimed, error)  # which knows more than the row: who has died of it
-        elif found or self._must_come_back(lost):
-            self.fail(found[0] if found else claimed, error)
+        if not found or self._is_counted(claimed, found[0]):
+            before.rollback()
+            return bool(found)
+        before.commit()
+        is_same = claimed.noted or found[0].values[ROW_VERSION] == claimed.values[ROW_VERSION]
+        # the one knows who has died of it, the other which columns there are by now
+        row = replace(found[0], uncounted=claimed.uncounted) if is_same else found[0]
+        self.fail(row, error, seconds)
+        return True
+
+    @staticmethod
+    def _is_counted(claimed: Claimed, row: Claimed) -> bool:
+        return claimed.noted and row.values["attempts"] != claimed.values["attempts"]
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:
         """Count a failed attempt of a task that this transaction has claimed."""

@@ -10,8 +10,9 @@ A deadline takes two steps. To mark the attempt as expired costs nothing and is 
 moment: from then on it cannot be committed. To enforce that takes a connection and locks, so it may
 take long; it is done in short-lived threads, so that one deadline does not wait for another.
 
-An attempt is counted once: by the enforcement, if it begins before the handler comes back, and else
-by the lane.
+An attempt is counted once: by the enforcement, if it begins before the handler comes back, and
+else by the lane. What fails to be enforced is tried again as long as the handler runs; see
+`enforcement`.
 """
 
 from __future__ import annotations
@@ -23,24 +24,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from sqlalchemy import Connection, Engine
-
-from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
-from pgtask_sa.engines import is_pooled
-from pgtask_sa.execution import Execution, timed_out
+from pgtask_sa.enforcement import Enforcer
+from pgtask_sa.execution import Execution
 from pgtask_sa.failures import headline
-from pgtask_sa.leases import take_over
-from pgtask_sa.settle import Claimed, Settler
+from pgtask_sa.settle import Claimed, timed_out
 
 SECOND_GRACE = 2.0
 WARN_FROM = 10.0  # seconds; of limits that long it is told when half of the time is over
-PATIENCE = "set local lock_timeout = '5s'"  # for the server process to end
+LONGEST_PAUSE = 10.0  # between attempts to enforce a deadline
 ENFORCERS = 4  # threads, and so connections, at once
 _UNGUARDED = nullcontext()
 _moment = attrgetter("when")
@@ -67,17 +63,28 @@ class Watch:
         "limit",
         "lock",
         "over",
+        "pause",
         "when",
+        "why",
     )
 
     def __init__(
-        self, dog: Watchdog, lane: Guarded, claimed: Claimed, limit: float, grace: float = 0.0
+        self,
+        dog: Watchdog,
+        lane: Guarded,
+        claimed: Claimed,
+        limit: float,
+        *,
+        grace: float = 0.0,
+        why: str = "timed out",
     ) -> None:
         now = time.monotonic()
         self.dog = dog
         self.lane = lane
         self.claimed = claimed
         self.limit = limit
+        self.why = why  # its task was taken from a handler, for people
+        self.pause = 0.0  # after which a deadline that was enforced is looked at again
         self.deadline = now + limit + grace
         self.when = now + limit / 2 if limit >= WARN_FROM else self.deadline  # to look at it
         self.over = False
@@ -116,11 +123,10 @@ class Watchdog(threading.Thread):
     too late.
     """
 
-    def __init__(self, engine: Engine, settle: Callable[..., Settler]) -> None:
+    def __init__(self, enforcer: Enforcer) -> None:
         super().__init__(name="pgtask-watchdog", daemon=True)
-        self.engine = engine
-        self.settle = settle
-        self.on_stuck: Callable[[Any], None] = lambda _lane: None
+        self.enforcer = enforcer
+        self.on_stuck: Callable[[Any, Claimed, str], None] = lambda *_: None
         self._changed = threading.Condition()
         self._lanes: WeakSet[Guarded] = WeakSet()
         self._stuck: list[Watch] = []  # handlers whose task was taken from them
@@ -138,7 +144,7 @@ class Watchdog(threading.Thread):
         """
         if seconds is None:
             return _UNGUARDED
-        return Watch(self, lane, claimed, seconds, grace)
+        return Watch(self, lane, claimed, seconds, grace=grace)
 
     def see(self, lane: Guarded) -> None:
         """Look at the watches of a lane from now on, as long as there is one."""
@@ -234,12 +240,16 @@ class Watchdog(threading.Thread):
         return True
 
     def _look_again(self, watch: Watch) -> None:
-        if not watch.over and _execution(watch.lane).running is watch.claimed:
-            self.on_stuck(watch.lane)
+        execution = _execution(watch.lane)
+        if watch.over or execution.running is not watch.claimed:
+            return
+        self.on_stuck(watch.lane, watch.claimed, watch.why)
+        if watch.pause and execution.settled is not watch.claimed:
+            self._hand_over(watch)
 
-    def abandon_later(self, lane: Guarded, claimed: Claimed) -> None:
+    def abandon_later(self, lane: Guarded, claimed: Claimed, why: str) -> None:
         """Give a handler whose task was taken from it a moment to notice; then it is stuck."""
-        watch = Watch(self, lane, claimed, 0.0)
+        watch = Watch(self, lane, claimed, 0.0, why=why)
         watch.fired = True
         watch.when = time.monotonic() + SECOND_GRACE
         with self._changed:
@@ -270,50 +280,28 @@ class Watchdog(threading.Thread):
             if watch.over:
                 return
             watch.enforced = True
-            self._undo(_execution(watch.lane), watch.claimed)
-        self._again(watch, time.monotonic() + SECOND_GRACE)
+            self._undo(_execution(watch.lane), watch.claimed, is_first=not watch.pause)
+        watch.pause = min(max(2 * watch.pause, SECOND_GRACE), LONGEST_PAUSE)
+        self._again(watch, time.monotonic() + watch.pause)
 
     def expire(self, lane: Guarded, claimed: Claimed) -> None:
         """Undo what a lane is doing: end its transaction, count the attempt."""
         if self._take(lane, claimed):
             self._undo(_execution(lane), claimed)
 
-    def _undo(self, execution: Execution, claimed: Claimed) -> None:
+    def _undo(self, execution: Execution, claimed: Claimed, *, is_first: bool = True) -> None:
         try:
-            self._enforce(execution, claimed)
-        except Exception as error:  # noqa: BLE001 - the database may be away; then the row is free
+            if self.enforcer.take(execution, claimed):
+                execution.settled = claimed
+        except Exception as error:  # noqa: BLE001 - the database may be away
+            told = headline(error, values=execution.events.shows_values)
             execution.events.emit(
                 "task.timeout",
-                f"enforcing a deadline failed: {headline(error)}",
-                level=logging.ERROR,
+                f"enforcing the deadline of {claimed} failed: {told}",
+                level=logging.ERROR if is_first else logging.DEBUG,
+                task_id=claimed.task_id,
+                task_type=claimed.task_type,
             )
-        else:
-            execution.settled = claimed
-
-    def _enforce(self, execution: Execution, claimed: Claimed) -> None:
-        seconds = execution.handlers[claimed.task_type].timeout or 0.0
-        with self.engine.connect() as connection, connection.begin():
-            connection.exec_driver_sql(PATIENCE)
-            settler = self.settle(connection)
-            for seized in self._seize(settler, execution, claimed):
-                settler.fail(seized, timed_out(seconds), seconds)
-
-    @staticmethod
-    def _seize(settler: Settler, execution: Execution, claimed: Claimed) -> list[Claimed]:
-        if execution.lease is not None:
-            return take_over(settler, execution.lease, _own_process(execution.connection))
-        row = claimed.values
-        seized = settler.seize(claimed.task_id, row[BACKEND_PID], row[BEGUN_AT])
-        return [replace(each, uncounted=claimed.uncounted) for each in seized]
-
-
-def _own_process(connection: Connection) -> int | None:
-    """Return the server process of a lane, in which nobody but the lane can work; or none."""
-    if connection.closed or connection.invalidated or is_pooled(connection):
-        return None
-    driver: Any = connection.connection.driver_connection
-    pid: int = driver.info.backend_pid
-    return pid
 
 
 def _execution(lane: Guarded) -> Execution:

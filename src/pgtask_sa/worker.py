@@ -271,10 +271,10 @@ class Worker:
         if crew.busy():
             crew.cut()
         crew.end()
+        if crew.stuck:  # also with others cut off: this process ends because of that one
+            return EXIT_STUCK
         if cut:
             return EXIT_CUT
-        if crew.stuck:
-            return EXIT_STUCK
         return EXIT_FAILED if crew.failed else EXIT_OK
 
 
