@@ -11,6 +11,9 @@ from running import Running
 from sqlalchemy import create_engine, text
 from waiting import SOON
 
+from pgtask_sa import Task
+from pgtask_sa.cancel import Canceller
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -94,3 +97,36 @@ def test_a_migration_that_writes_all_rows_anew(db_url, release, monkeypatch):
         running.until(lambda: [("LOOP", 1, "failed")] == running.dead())
         release.set()
     assert ([1], []) == (starts, running.marks())
+
+
+def _cancel(running: Running, task_id: int = 1) -> str:
+    with running.admin.connect() as connection:
+        return Canceller(connection, Task).cancel(task_id).found
+
+
+def test_a_cancel_while_a_migration_waits(db_url, release):
+    """The task is buried, the migration goes on, and the worker tells which task it was."""
+    running = Running(db_url, concurrency=1)
+    starts = _loop(running, release, timeout=None)
+    with running:
+        running.enqueue("LOOP")
+        running.until(lambda: starts)
+        with _migration(running) as through:
+            assert "running" == _cancel(running)
+            assert through.wait(3 * SOON)
+        stuck = running.first("lane.stuck")
+        release.set()
+    assert [("LOOP", 0, "cancelled")] == running.dead()
+    assert "the handler of task 1 LOOP, which was cancelled" in stuck.message
+    assert ([1], []) == (starts, running.marks())
+
+
+def test_a_cancel_while_somebody_holds_the_table(db_url, monkeypatch):
+    """It does not hang: that the table is locked is said."""
+    monkeypatch.setattr("pgtask_sa.cancel.LOOKS", ((0.0, "50ms"), (0.0, "50ms")))
+    running = Running(db_url)
+    running.enqueue("LOOP")
+    with running.admin.connect() as migration:
+        migration.execute(text(ADD_COLUMN))
+        assert "locked" == _cancel(running)
+    assert "waiting" == _cancel(running)

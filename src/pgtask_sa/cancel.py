@@ -5,13 +5,18 @@
 * A running task is a row that a transaction holds. The table of the workers tells whose that is, by
   server process and beginning, and that very transaction is ended; the row is taken from it in the
   same statement, before any worker can claim it. Other tasks of its batch simply run again.
+* All that needs locks on the task table. A migration that waits for the running task, or that holds
+  the table, lets none through. So when a look takes too long, the transactions that have noted the
+  task as theirs are ended without a look at its table, which lets the migration go on; the next
+  look finds the row. A worker that was faster runs the task for a moment, until that look.
 * Somebody else's transaction is never ended: an administrator may hold the row, too.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal
@@ -27,14 +32,13 @@ from pgtask_sa.failures import sqlstate
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.presence_table import worker_table
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import Claimed, Settler, Tables, Unsettled
+from pgtask_sa.settle import LOCK_NOT_AVAILABLE, Claimed, Settler, Tables, Unsettled
 
 # Seconds before each look: a task was claimed an instant before its lane notes it, and another
 # transaction may hold the row for an instant. And for how long that look waits for the row when it
 # has ended the process that held it. Not long at first: a lane that claims in that very moment may
 # have been faster, and is to be found by the next look.
 LOOKS = ((0.0, "300ms"), (0.02, "600ms"), (0.1, "1s"), (0.2, "2s"), (0.4, "5s"))
-_LOCK_NOT_AVAILABLE = "55P03"
 _NO_WORKER = -1  # in place of the number of a worker that asks about all the others
 
 
@@ -46,8 +50,8 @@ class Cancellation:
         task_id: its number.
         found: ``waiting``, ``running`` or ``leased``, and now it is buried; or, and nothing was
             done: ``missing``, ``held`` (by a transaction that is no worker's), ``hidden`` (by one
-            that is a worker's, as it seems, but this role may not see it) or ``refused`` (the error
-            queue does not take it).
+            that is a worker's, as it seems, but this role may not see it), ``locked`` (somebody
+            holds a lock on a whole table) or ``refused`` (the error queue does not take it).
         host: where the worker is that ran it, and `pid` its process.
         since: when its transaction began, and `seconds` how long ago that was.
         detail: who holds it, or why it is missing; for people.
@@ -58,7 +62,7 @@ class Cancellation:
     """
 
     task_id: int
-    found: Literal["waiting", "running", "leased", "missing", "held", "hidden", "refused"]
+    found: Literal["waiting", "running", "leased", "missing", "held", "hidden", "locked", "refused"]
     host: str | None = None
     pid: int | None = None
     since: datetime | None = None
@@ -85,6 +89,8 @@ _SENTENCES = {
     "held": "is held by somebody who is no worker{detail}: not cancelled",
     "hidden": "is run by {0.host} pid {0.pid}, it seems, but this role may not look at another's "
     "transactions: not cancelled, do it as the worker's role",
+    "locked": "cannot be looked at, as somebody has locked a whole table (a migration?): "
+    "not cancelled, try again",
     "refused": "is not taken by the error queue{detail}: not cancelled",
 }
 
@@ -134,35 +140,41 @@ class Canceller:
         Args:
             task_id: its number.
         """
+        ended: RowMapping | None = None
         for pause, patience in LOOKS:
             time.sleep(pause)
-            # a transaction for each look: the server shows others' activity as at the first look
-            done = self._attempt(task_id, patience)
-            if done is not None:
-                return done
-        with self.connection.begin():
+            with _unless_locked():
+                # a transaction for each: the server shows others' activity as at the first look
+                done = self._attempt(task_id, patience, ended)
+                if done is not None:
+                    return done
+                continue
+            with _unless_locked():
+                ended = self._end(task_id) or ended
+        with _unless_locked(), self.connection.begin():
+            self.connection.execute(set_lock_timeout(LOOKS[0][1]))
             return self._given_up(task_id)
+        return Cancellation(task_id, "locked")
 
-    def _attempt(self, task_id: int, patience: str) -> Cancellation | None:
+    def _attempt(
+        self, task_id: int, patience: str, ended: RowMapping | None
+    ) -> Cancellation | None:
         """Look once; None: somebody holds it, and it is not known who."""
         try:
             with self.connection.begin() as transaction:
                 self.connection.execute(set_lock_timeout(patience))
-                done = self._look(task_id)
+                done = self._look(task_id, ended)
                 if done is not None and done.found == "refused":
                     transaction.rollback()
                 return done
         except Unsettled as error:
             return Cancellation(task_id, "refused", detail=str(error))
-        except DBAPIError as error:
-            if sqlstate(error) != _LOCK_NOT_AVAILABLE:
-                raise
-            return None
 
-    def _look(self, task_id: int) -> Cancellation | None:
+    def _look(self, task_id: int, ended: RowMapping | None) -> Cancellation | None:
         lanes = self._lanes(task_id)
         for claimed in self.settler.reclaim(task_id):
-            return self._bury(claimed, lanes[0] if lanes else None, seized=False)
+            found = ended or (lanes[0] if lanes else None)
+            return self._bury(claimed, found, seized=ended is not None)
         if not self.connection.scalar(self.tables.exists, {"task_id": task_id}):
             return Cancellation(task_id, "missing", detail=self._grave(task_id))
         for lane in lanes:
@@ -171,6 +183,18 @@ class Canceller:
             for claimed in self.settler.seize(task_id, lane["backend_pid"], lane["begun"]):
                 return self._bury(claimed, lane, seized=True)
         return None
+
+    def _end(self, task_id: int) -> RowMapping | None:
+        """End the transaction that has claimed a task, without a lock on the task's table."""
+        ended = None
+        with self.connection.begin():
+            self.connection.execute(set_lock_timeout(LOOKS[0][1]))
+            for lane in self.connection.execute(reports.lanes(self.workers)).mappings().all():
+                if lane["alive"] and task_id in lane["task_ids"] and lane["begun"] is not None:
+                    key = {"pid": lane["backend_pid"], "begun": lane["begun"]}
+                    if self.connection.scalar(statements.end_transaction(), key):
+                        ended = lane
+        return ended
 
     def _lanes(self, task_id: int) -> Sequence[RowMapping]:
         """Return the lanes of live workers that noted this version of the task, latest first."""
@@ -231,6 +255,16 @@ class Canceller:
                 return Cancellation(task_id, "hidden", **self._place(lane))
         who = f"server process {row.pid} of {row.usename}, {row.application_name or 'unnamed'}"
         return Cancellation(task_id, "held", detail=who)
+
+
+@contextmanager
+def _unless_locked() -> Iterator[None]:
+    """Go on after the block when it waited too long for a lock."""
+    try:
+        yield
+    except DBAPIError as error:
+        if sqlstate(error) != LOCK_NOT_AVAILABLE:
+            raise
 
 
 def running_in(lane: RowMapping, tasks: Mapping[int, RowMapping]) -> dict[int, RowMapping]:
