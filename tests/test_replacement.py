@@ -220,3 +220,72 @@ def test_a_task_that_is_cancelled(running, kind, mode):
 
 def _mark(session, i):
     session.execute(text("insert into mark values (:i)"), {"i": i})
+
+
+# -- a handler that is stuck while the worker ends -------------------------------------------------
+
+
+def _block(running, release) -> threading.Event:
+    """Register handlers that do not come back, and whose task is soon taken from them."""
+    entered = threading.Event()
+
+    @running.tasks.handler("BLOCK", max_attempts=1, timeout=0.5)
+    def block(session, params):
+        session.execute(text("insert into mark values (1)"))
+        entered.set()
+        release.wait(100)
+
+    @running.tasks.handler("ASYNC_BLOCK", max_attempts=1, timeout=0.5)
+    async def async_block(session, params):
+        await session.execute(text("insert into mark values (1)"))
+        entered.set()
+        release.wait(100)
+
+    return entered
+
+
+@pytest.mark.parametrize("kind", ["BLOCK", "ASYNC_BLOCK"])
+def test_an_end_that_waits_for_no_stuck_handler(running, release, kind, monkeypatch):
+    """Its task is settled: there is nothing to wait for, and nothing was cut off."""
+    monkeypatch.setattr("pgtask_sa.watchdog.SECOND_GRACE", 600)
+    entered = _block(running, release)
+    running.options["grace"] = 600
+    with running:
+        running.enqueue(kind)
+        assert entered.wait(30)
+        running.worker.stop()
+        assert 0 == running.wait(SOON)
+    assert ([(kind, 1, "failed")], 0, []) == (running.dead(), running.count(), running.marks())
+    assert [] == running.told("worker.cut", "lane.stuck")
+
+
+def test_an_end_with_a_blocked_event_loop(running, release):
+    """What else ran there gets its grace, is cut off then, and is back in the table."""
+    entered = _block(running, release)
+    long = Long().register(running, "async", mode="transactional", max_attempts=1)
+    running.options["grace"] = 3
+    with running:
+        running.enqueue("LONG")
+        running.until(lambda: long.waiting)
+        running.enqueue("ASYNC_BLOCK")
+        assert entered.wait(30)
+        running.worker.stop()
+        running.until(running.dead)
+        assert 3 == running.wait()
+    assert ([("ASYNC_BLOCK", 1, "failed")], []) == (running.dead(), running.marks())
+    assert [("LONG", 0)] == running.rows("select task_type, attempts from task")
+    assert "cutting off 1 running tasks" == running.first("worker.cut").message
+
+
+def test_a_process_with_a_stuck_handler_beside_one_that_is_cut_off(db_url):
+    """It is replaced all the same, as a process with a stuck handler: with code 4 and no pause."""
+    fleet = Fleet(db_url, target="stuck_tasks:tasks")
+    options = ("--processes", "1", "--concurrency", "2", "--grace", "0.1", "--log-format", "json")
+    with fleet.worker(*options) as worker:
+        started(worker)
+        fleet.enqueue("SLOW", {"i": 1})
+        fleet.enqueue("STUCK", {})
+        started(worker, times=2)
+        fleet.until(lambda: [1] == fleet.done())
+    codes = [event["exit_code"] for event in events(worker, "worker.stopped")]
+    assert ([4], []) == (codes[:1], events(worker, "worker.died"))

@@ -199,10 +199,7 @@ class Crew:
 
     def _replace(self, lane: SyncLane | AsyncLane, claimed: Claimed, why: str) -> None:
         """Write off a lane whose handler does not come back, and see to it that work goes on."""
-        if lane.abandoned:
-            return
-        if self.stopping.is_set():  # then there is nothing to go on with; see `busy`
-            self.loop.blocked = self.loop.blocked or isinstance(lane, AsyncLane)
+        if lane.abandoned or self.stopping.is_set():  # that waits for no such lane; see `busy`
             return
         self.plan.events.emit(
             "lane.stuck",
@@ -273,13 +270,13 @@ class Crew:
         """Count the lanes that have not ended yet, and that the end must wait for.
 
         Not one that is still in a handler whose task was taken from it: there is nothing left to
-        finish or to undo. Nor an event loop that such a handler blocks, if nothing else runs there.
+        finish or to undo. Nor an event loop that such a handler may block, if nothing else runs
+        there.
         """
-        alive = sum(self._must_end(lane) for lane in self.lanes)
-        loop = self.loop
-        if loop.blocked and not any(_is_running(lane) for lane in loop.lanes):
+        alive, there = sum(self._must_end(lane) for lane in self.lanes), self.loop.lanes
+        if any(map(_is_taken, there)) and not any(map(_is_running, there)):
             return alive
-        return alive + loop.busy()
+        return alive + self.loop.busy()
 
     @staticmethod
     def _must_end(lane: SyncLane) -> bool:

@@ -89,7 +89,6 @@ class LoopThread(threading.Thread):
         self.loop: asyncio.AbstractEventLoop | None = None
         self.on_death: Callable[[BaseException], object] = lambda _error: None
         self.limit: float | None = None  # seconds for a transaction
-        self.blocked = False  # by a handler whose task was taken from it
         self._running = count
         self._abandoned = False
 
