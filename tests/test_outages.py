@@ -6,6 +6,8 @@ import time
 
 import pytest
 from fleet import Fleet, events, started
+from running import Running
+from sqlalchemy import text
 from waiting import SOON, let_pass, wait_until
 
 JSON = ("--log-format", "json", "--idle-interval", "0.5")
@@ -112,3 +114,34 @@ def test_a_signal_while_the_database_is_away(fleet: Fleet, restartable_server, r
         assert (0 if running == "nothing" else 3) == worker.wait(5), worker.output
         restartable_server.start()
     assert [] == fleet.done()
+
+
+READ_ONLY = (
+    "set transaction read only",
+    "set local transaction_read_only = on",
+    "select set_config('transaction_read_only', 'on', true)",
+    "set session characteristics as transaction read only; set transaction_read_only = on",
+)
+
+
+@pytest.mark.parametrize("statement", READ_ONLY)
+def test_a_handler_that_makes_its_transaction_read_only(db_url, statement):
+    """That is no standby: its attempts are counted, and they have an end."""
+    running = Running(db_url, concurrency=1)
+
+    @running.tasks.handler("READER", max_attempts=2, backoff=0)
+    def reader(session, params):
+        for each in statement.split("; "):
+            session.execute(text(each))
+        session.execute(text("insert into mark values (1)"))
+
+    @running.tasks.handler("GOOD")
+    def good(session, params):
+        session.execute(text("insert into mark values (7)"))
+
+    with running:
+        running.enqueue("READER")
+        running.until(lambda: [("READER", 2, "failed")] == running.dead())
+        running.enqueue("GOOD")
+        running.until_empty()
+    assert [7] == running.marks()

@@ -48,6 +48,7 @@ LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
 SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
+READ_ONLY = "25006"
 IN_USE = "the handler ended while something of it still worked with its session"
 TIME_LIMITS = ("25P03", "25P04")  # the server ended a transaction that took too long
 
@@ -284,6 +285,8 @@ class Execution:
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return 0
+        if sqlstate(trouble) == READ_ONLY and (self.ground.moved or self.ground.shifted):
+            return 0  # it has set that itself, for all we know
         return self.arrears.bear(claimed, trouble)
 
     # -- when the transaction is lost --------------------------------------------------------

@@ -50,7 +50,7 @@ SETS_SESSION = re.compile(
     r"|create\s+((local|global)\s+)?temp)\b",
     re.IGNORECASE,
 )
-SETS_LOCAL = re.compile(r"\s*set\s+local\b", re.IGNORECASE)
+SETS_LOCAL = re.compile(r"\s*set\s+(local|transaction)\b", re.IGNORECASE)
 # The same by a function, for the transaction only: its last argument says so.
 SETS_BY_FUNCTION = re.compile(
     r"(?:(?!set_config).)*"

@@ -28,7 +28,7 @@ from pgtask_sa.calls import arguments, close
 from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import Execution, Stopped
+from pgtask_sa.execution import READ_ONLY, Execution, Stopped
 from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.fence import Fence
 from pgtask_sa.ground import TROUBLE
@@ -38,7 +38,7 @@ from pgtask_sa.settle import Claimed, Settler, Tables, timed_out
 
 SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
-UNDEFINED_TABLE, READ_ONLY = "42P01", "25006"
+UNDEFINED_TABLE = "42P01"
 CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
 
