@@ -289,3 +289,20 @@ def test_a_process_with_a_stuck_handler_beside_one_that_is_cut_off(db_url):
         fleet.until(lambda: [1] == fleet.done())
     codes = [event["exit_code"] for event in events(worker, "worker.stopped")]
     assert ([4], []) == (codes[:1], events(worker, "worker.died"))
+
+
+def test_a_process_that_is_replaced_while_it_ends(db_url):
+    """The next one works at once, while the first finishes what else it runs."""
+    fleet = Fleet(db_url, target="stuck_tasks:tasks")
+    options = ("--processes", "1", "--concurrency", "2", "--grace", "600", "--log-format", "json")
+    with fleet.worker(*options, "--idle-interval", "0.2") as worker:
+        started(worker)
+        fleet.enqueue("ENDLESS", {"i": 1})
+        fleet.enqueue("STUCK", {})
+        started(worker, times=2)
+        fleet.enqueue("GOOD", {"i": 2})
+        fleet.until(lambda: [2] == fleet.done())
+        first, second = fleet.rows("select distinct pid from task_worker where lane = 1")
+        assert [] == events(worker, "worker.stopped", "worker.died")
+        worker.terminate()
+    assert first != second

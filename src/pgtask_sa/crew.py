@@ -146,6 +146,7 @@ class Crew:
         self.failed = False
         self._inspected = False
         self.stuck = False  # in a handler: this process should be replaced
+        self.on_leaving: Callable[[], None] = lambda: None  # and is about to end for it
 
     def _settler(self, connection: Connection) -> Settler:
         return Settler(connection, self.plan.tables, self.plan.handlers, self.plan.events)
@@ -211,6 +212,7 @@ class Crew:
         self._abandon(lane)
         if self.plan.options.supervised:
             self.stuck = True
+            self.on_leaving()
             self.stop()
         elif isinstance(lane, SyncLane):
             self._add_lane()

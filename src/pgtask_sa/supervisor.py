@@ -11,7 +11,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing.connection import wait as wait_for_sentinels
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
 from typing import NamedTuple
@@ -30,12 +31,14 @@ class _Child(NamedTuple):
     since: float
     came_back: Event  # set at the end of its run
     pause: float  # before it was started
+    ear: Connection  # where it says that it is about to be replaced
 
 
 class Supervisor:
     """Runs ``run`` in ``count`` forked processes; it never touches the database itself.
 
-    A child that dies is replaced, with growing pauses when it dies at once again and again.
+    A child that dies is replaced, with growing pauses when it dies at once again and again. One
+    that is stuck is replaced as soon as it says so, while it finishes what else it runs.
     SIGTERM and SIGINT are passed on, as often as they come.
     """
 
@@ -49,6 +52,13 @@ class Supervisor:
         self.due: list[tuple[float, float]] = []  # when others are started, after which pause
         self.stopping = False
         self.worst = 0
+        self._replaced: set[int] = set()  # children that end, in whose place there is another
+        self._mouth: Connection | None = None  # in a child
+
+    def ask_for_another(self) -> None:
+        """Have another process started in the place of this one; call it in a child."""
+        if self._mouth is not None:
+            self._mouth.send_bytes(b"!")
 
     def run(self) -> int:
         """Start the children, keep them alive, wait for their end."""
@@ -67,23 +77,42 @@ class Supervisor:
 
     def _start(self, pause: float = 0.0) -> None:
         came_back = self.context.Event()
-        process = self.context.Process(target=_child_main, args=(self.run_child, came_back))
+        ear, mouth = self.context.Pipe(duplex=False)
+        process = self.context.Process(target=self._be_child, args=(came_back, mouth))
         # A signal in between would miss the child here, and run our own handler over there.
         with blocked():
             if self.stopping:
                 return
             process.start()
             assert process.pid is not None  # noqa: S101 - it was just started
-            self.children[process.pid] = _Child(process, time.monotonic(), came_back, pause)
+            self.children[process.pid] = _Child(process, time.monotonic(), came_back, pause, ear)
+        mouth.close()
+
+    def _be_child(self, came_back: Event, mouth: Connection) -> None:
+        self._mouth = mouth
+        _child_main(self.run_child, came_back)
 
     def _wait(self) -> None:
         sentinels = [child.process.sentinel for child in self.children.values()]
-        wait_for_sentinels(sentinels, timeout=0.05 if self.due else 1.0)
+        ears = [child.ear for pid, child in self.children.items() if self._heeds(pid)]
+        wait_for_any([*sentinels, *ears], timeout=0.05 if self.due else 1.0)
         for pid, child in list(self.children.items()):
             if child.process.exitcode is not None:
                 del self.children[pid]
                 self._ended(child)
+            elif self._heeds(pid) and _asks(child.ear):
+                self._replaced.add(pid)
+                self._start()
         self._start_due()
+
+    def _heeds(self, pid: int) -> bool:
+        """Say whether another may be started beside a child that ends.
+
+        Not ever more of them: the next one may be stuck soon, too, while the first still finishes
+        what else it runs.
+        """
+        room = len(self._replaced) < self.count
+        return room and pid not in self._replaced and not self.stopping
 
     def _start_due(self) -> None:
         now = time.monotonic()
@@ -94,12 +123,18 @@ class Supervisor:
 
     def _ended(self, child: _Child) -> None:
         code, in_order = child.process.exitcode or 0, child.came_back.is_set()
+        child.ear.close()
+        is_replaced = child.process.pid in self._replaced
+        self._replaced.discard(child.process.pid or 0)
         if code == REPLACE_ME and not self.stopping:
-            self._start()
+            if not is_replaced:
+                self._start()
         elif self.stopping or (self.drain and in_order):
             self.worst = max(self.worst, self._last_code(child, code, in_order=in_order))
         else:
             self._tell_of_death(child, code, "another takes its place")
+            if is_replaced:
+                return
             lived = time.monotonic() - child.since
             pause = 0.0 if lived > HEALTHY_AFTER else min(LONGEST_PAUSE, child.pause * 2 + 0.1)
             self.due.append((time.monotonic() + pause, pause))
@@ -120,6 +155,13 @@ class Supervisor:
             level=logging.ERROR,
             exit_code=code,
         )
+
+
+def _asks(ear: Connection) -> bool:
+    try:
+        return ear.poll() and bool(ear.recv_bytes())
+    except EOFError:  # it dies this very moment
+        return False
 
 
 def _child_main(run: Callable[[], int], came_back: Event) -> None:

@@ -150,6 +150,7 @@ class Worker:
             class_=AsyncTaskSession, task_class=tasks.task_class
         )
         self._stopping = threading.Event()
+        self._on_leaving: Callable[[], None] = lambda: None
         self._stop_asked = False
         self._cut_asked = False
         self._signals = 0
@@ -167,7 +168,9 @@ class Worker:
         """
         o = self.options
         if o.supervised:
-            return Supervisor(self._run_here, o.processes, self.events, drain=o.drain).run()
+            supervisor = Supervisor(self._run_here, o.processes, self.events, drain=o.drain)
+            self._on_leaving = supervisor.ask_for_another
+            return supervisor.run()
         return self._run_here()
 
     def stop(self, *, now: bool = False) -> None:
@@ -219,6 +222,7 @@ class Worker:
 
     def _run_here(self) -> int:
         crew = Crew(self._plan(), self._stopping, self.stop)
+        crew.on_leaving = self._on_leaving
         with routed(self._on_signal):
             self.events.emit("worker.started", "worker started", **self._summary())
             crew.start()

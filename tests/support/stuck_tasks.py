@@ -41,3 +41,9 @@ def good(session, params):
 @tasks.handler("ASYNC_GOOD")
 async def async_good(session, params):
     await session.execute(DONE, params)
+
+
+@tasks.handler("ENDLESS")
+def endless(session, params):
+    session.execute(DONE, params)
+    time.sleep(600)
