@@ -28,6 +28,7 @@ from pgtask_sa.admission import Admission
 from pgtask_sa.arrears import Arrears
 from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.claiming import Claiming
+from pgtask_sa.enforcement import Enforcer
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
@@ -96,7 +97,7 @@ class Process:
         self.events = Events()
         self.presence = _Presence(self)
         self.keeper = Keeper(self.engine, self.tables, self.presence, self.events)
-        self.watchdog = Watchdog(self.engine, self._settler)
+        self.watchdog = Watchdog(Enforcer(self.engine, self._settler))
         self.gate = Gate()
         self.blameless: dict[int, int] = {}
         self.lanes = [Lane(self, number, size) for number, size in enumerate(plan.batch_sizes, 1)]

@@ -257,6 +257,8 @@ class WorkerRules(CallerRules):
         self.disturbed.add(lane)
         if job.is_leased and job.owner is not lane:
             return
+        if not job.is_leased:
+            self.noted[lane] = {}  # given away, lest this start is counted twice
         deaths = 0 if job.is_leased else job.deaths + 1
         failed = {job.failed(job.fate, job.fate.attempts + deaths)}
         job.settle(failed | self._merged(job, failed))
