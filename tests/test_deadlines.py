@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import signal
 import socket
 import threading
 import time
 from typing import Any
 
 import pytest
+from fleet import Fleet
 from running import Running
 from sqlalchemy import text
+
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
+from pgtask_sa.enforcement import Enforcer
+from pgtask_sa.statements import end_transaction
 
 TIMEOUT = 0.2
 RELEASE = threading.Event()
@@ -261,3 +268,85 @@ def test_a_handler_that_limits_its_idle_time(db_url, touches):
         running.enqueue("GOOD")
         running.until(lambda: [7] == running.marks())
     assert "idle-in-transaction" in running.rows("select last_error from dead_task")[0][0]
+
+
+# -- what fails to be enforced -----------------------------------------------------------------
+
+
+def _stuck(running: Running, **options: Any) -> list[int]:
+    starts: list[int] = []
+
+    @running.tasks.handler("STUCK", backoff=0, timeout=TIMEOUT, **options)
+    def body(session, params, task):
+        starts.append(task.attempt)
+        session.execute(text("insert into mark values (1)"))
+        RELEASE.wait(100)
+
+    return starts
+
+
+def test_what_fails_is_tried_again(db_url, monkeypatch):
+    """As long as the handler runs; one line tells of it, which names the task."""
+    running = Running(db_url, concurrency=1)
+    starts = _stuck(running, max_attempts=1)
+    take, tries = Enforcer._take, []
+
+    def fail(*args: Any) -> bool:
+        tries.append(args)
+        if len(tries) <= 2:
+            raise OSError("the server cannot be reached")
+        return take(*args)
+
+    monkeypatch.setattr(Enforcer, "_take", fail)
+    with running:
+        running.enqueue("STUCK")
+        running.until(lambda: [("STUCK", 1, "failed")] == running.dead())
+        RELEASE.set()
+    failures = [event for event in running.events if event.name == "task.timeout"]
+    assert [logging.ERROR, logging.DEBUG] == [event.level for event in failures]
+    assert "enforcing the deadline of task 1 STUCK failed" in failures[0].message
+    assert ([1], [], 3) == (starts, running.marks(), len(tries))
+
+
+@pytest.mark.direct
+@pytest.mark.parametrize("budget", [1, 2])
+def test_another_lane_is_faster_than_the_enforcement(db_url, monkeypatch, budget):
+    """It finds that the start was noted, and counts it in place of a start too many."""
+    running = Running(db_url, concurrency=1 + budget)
+    starts = _stuck(running, max_attempts=budget)
+
+    def only_end(_self: Any, execution: Any, claimed: Any, _patience: str) -> bool:
+        row = claimed.values
+        with running.admin.begin() as connection:
+            ended = {"pid": row[BACKEND_PID], "begun": row[BEGUN_AT]}
+            connection.execute(end_transaction(), ended)
+        raise OSError("the server cannot be reached")
+
+    monkeypatch.setattr(Enforcer, "_take", only_end)
+    with running:
+        running.enqueue("STUCK")
+        running.until(lambda: [("STUCK", budget, "failed")] == running.dead())
+        RELEASE.set()
+    assert ([*range(1, budget + 1)], []) == (starts, running.marks())
+    assert "timed out after 0.2 s" in running.rows("select last_error from dead_task")[0][0]
+    assert [(0,)] == running.rows("select count(*) from task")
+
+
+@pytest.mark.direct
+def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url):
+    """The start is counted once: as one whose time was over, and not as a death, too."""
+    fleet = Fleet(db_url, target="dying_tasks:tasks")
+    with fleet.worker("--concurrency", "1") as worker:
+        fleet.enqueue("STUCK", {})
+        assert -signal.SIGKILL == worker.wait(30)
+    fleet.until(lambda: [0] == fleet.attempts())
+    running, starts = Running(db_url, concurrency=1), []
+
+    @running.tasks.handler("STUCK", max_attempts=5, backoff=0, timeout=TIMEOUT)
+    def body(session, params, task):
+        starts.append(task.attempt)
+
+    with running:
+        running.until_empty()
+    assert [2] == starts
+    assert "timed out after 0.2 s" in running.first("task.retry").message
