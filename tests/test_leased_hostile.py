@@ -167,8 +167,6 @@ SETS = {
 @pytest.mark.parametrize("how", SETS)
 def test_settings_of_a_handler(running, kind, mode, how):
     """Neither they nor options of its connection meet its own row, or the lane's next task."""
-    if (how, kind, mode) == ("cursor", "async", "transactional"):
-        pytest.skip("nobody sees what is done on the async driver's own cursor")
     running.execute("create schema elsewhere")
     running.execute("create table elsewhere.task (like task including all)")
     running.execute("create table elsewhere.dead_task (like dead_task including all)")
@@ -251,3 +249,18 @@ def test_a_handler_that_may_not_write_by_its_own_doing(running, kind):
         running.enqueue("LONG")
         running.until_empty()
     assert [("LONG", 2, "failed")] == running.dead()
+
+
+@pytest.mark.parametrize("mode", ["leased", "transactional"])
+def test_writes_on_the_drivers_own_cursor(running, kind, mode):
+    """They are undone with the attempt that failed, also if the session was never used."""
+
+    def body(session, task):
+        _on_driver(session, lambda driver: driver.execute("insert into mark values (1)"))
+        raise ValueError
+
+    brief(running, kind, "WRITES", body, mode=mode, max_attempts=1)
+    with running:
+        running.enqueue("WRITES")
+        running.until(running.dead)
+    assert ([("WRITES", 1, "failed")], []) == (running.dead(), running.marks())

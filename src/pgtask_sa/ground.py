@@ -64,6 +64,7 @@ AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
 _SILENT = (type(None), DBAPIError, psycopg.Error)  # errors that may not tell why
+ON_GUARD = "pgtask_on_guard"  # attribute of an async driver's: finds who stands guard there
 FAREWELL = "pgtask_farewell"  # attribute of a driver's: why the server has ended the connection
 LENDER = "pgtask_lender"  # the ground; also when the handler is through and its session ends
 # The key of what each transaction must set for itself, on a connection through a pooler. The next
@@ -113,7 +114,8 @@ def _lending(name: str, otherwise: Callable[..., None]) -> Callable[..., None]:
 def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
     """Refuse ``commit()`` and ``rollback()`` of a driver's connection while a handler runs on it.
 
-    And open the savepoint for a handler that goes to the (sync) driver without its session.
+    And open the savepoint for a handler that goes to the driver without its session: when it asks a
+    sync one for a cursor, and before an async one's first ``execute``, which can be awaited.
     """
 
     def on_guard() -> Ground | None:
@@ -126,6 +128,9 @@ def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
     if not inspect.iscoroutinefunction(driver.commit):
         for name in ("cursor", "transaction"):
             setattr(driver, name, _standing(getattr(driver, name), on_guard))
+    else:
+        driver.cursor_factory = _standing_cursors(driver.cursor_factory)
+        setattr(driver, ON_GUARD, on_guard)
 
 
 def _guarded(method: Callable[[], Any], on_guard: Callable[[], Ground | None]) -> Callable[[], Any]:
@@ -150,6 +155,26 @@ def _standing(
         return method(*args, **kw)
 
     return opened
+
+
+@lru_cache
+def _standing_cursors(factory: Any) -> Any:
+    """Return the class of async cursors that open the savepoint before they execute anything."""
+
+    class Standing(factory):  # type: ignore[misc]
+        __slots__ = ()
+
+        async def execute(self, *args: Any, **kw: Any) -> Any:
+            ground: Ground | None = getattr(self.connection, ON_GUARD, _nobody)()
+            if ground is not None and not ground.open:
+                await ground.stand_awaited()
+            return await super().execute(*args, **kw)
+
+    return Standing
+
+
+def _nobody() -> None:
+    pass
 
 
 class _Does(NamedTuple):
@@ -293,6 +318,16 @@ class Ground:
         self.open = True  # first: its own cursor comes by here again
         try:
             self._execute(_RENEW if self._spent else OPEN)
+        except BaseException:
+            self.open = False
+            raise
+        self._spent = False
+
+    async def stand_awaited(self) -> None:
+        """Open the savepoint, for a handler that works with the async driver itself."""
+        self.used = self.open = True
+        try:
+            await self.driver.execute(_RENEW if self._spent else OPEN, prepare=False)
         except BaseException:
             self.open = False
             raise
