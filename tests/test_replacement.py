@@ -12,7 +12,7 @@ from fleet import Fleet, events, started
 from leased import Long
 from running import Running
 from sqlalchemy import text
-from waiting import SOON, let_pass
+from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import Task, TaskRegistry
 from pgtask_sa.cancel import Canceller
@@ -277,6 +277,11 @@ def test_an_end_with_a_blocked_event_loop(running, release):
     assert "cutting off 1 running tasks" == running.first("worker.cut").message
 
 
+def codes(worker):
+    """Return the exit codes of the processes that have ended."""
+    return [event["exit_code"] for event in events(worker, "worker.stopped")]
+
+
 def test_a_process_with_a_stuck_handler_beside_one_that_is_cut_off(db_url):
     """It is replaced all the same, as a process with a stuck handler: with code 4 and no pause."""
     fleet = Fleet(db_url, target="stuck_tasks:tasks")
@@ -287,8 +292,7 @@ def test_a_process_with_a_stuck_handler_beside_one_that_is_cut_off(db_url):
         fleet.enqueue("STUCK", {})
         started(worker, times=2)
         fleet.until(lambda: [1] == fleet.done())
-    codes = [event["exit_code"] for event in events(worker, "worker.stopped")]
-    assert ([4], []) == (codes[:1], events(worker, "worker.died"))
+    assert ([4], []) == (codes(worker)[:1], events(worker, "worker.died"))
 
 
 def test_a_process_that_is_replaced_while_it_ends(db_url):
@@ -305,4 +309,7 @@ def test_a_process_that_is_replaced_while_it_ends(db_url):
         first, second = fleet.rows("select distinct pid from task_worker where lane = 1")
         assert [] == events(worker, "worker.stopped", "worker.died")
         worker.terminate()
-    assert first != second
+        wait_until(lambda: 0 in codes(worker), 10)
+        worker.terminate()
+        assert 3 == worker.wait(10)
+    assert (first != second, [0, 3]) == (True, codes(worker))

@@ -126,9 +126,10 @@ class Supervisor:
         child.ear.close()
         is_replaced = child.process.pid in self._replaced
         self._replaced.discard(child.process.pid or 0)
+        if code == REPLACE_ME and is_replaced:
+            return
         if code == REPLACE_ME and not self.stopping:
-            if not is_replaced:
-                self._start()
+            self._start()
         elif self.stopping or (self.drain and in_order):
             self.worst = max(self.worst, self._last_code(child, code, in_order=in_order))
         else:

@@ -275,10 +275,10 @@ class Worker:
         if crew.busy():
             crew.cut()
         crew.end()
-        if crew.stuck:  # also with others cut off: this process ends because of that one
-            return EXIT_STUCK
-        if cut:
+        if cut and (self._signals or not crew.stuck):
             return EXIT_CUT
+        if crew.stuck:  # why this process ends, unless it was told to; others may have been cut off
+            return EXIT_STUCK
         return EXIT_FAILED if crew.failed else EXIT_OK
 
 
