@@ -46,6 +46,7 @@ from pgtask_sa.roster import Roster
 FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
+GIVE_WAY = 0.002  # seconds for a lane that was woken, in which no look is to be in its way
 FEW = 3  # workers that answer a notification at once, on the average
 SECOND_LOOK = (0.002, 0.0002)  # seconds until the others look: at least, and for each of them
 RUNNING_POLL = 0.4
@@ -151,7 +152,7 @@ class Listener(threading.Thread):
         self._found = False
         self._longest = idle_interval
         self._interval = FIRST_POLL
-        self._next_poll = 0.0
+        self._next_poll = self._planned = 0.0
         self._next_report = 0.0
         bell.on_sleep = self.lane_sleeps
 
@@ -267,8 +268,9 @@ class Listener(threading.Thread):
             self._announce(connection, oid)
         # a notification may have come along with the answer to our own last look
         wait = 0.0 if self._notified else min(most, self._patience())
-        select.select([driver.fileno(), self._ear], [], [], wait)
-        self._drain_pokes()
+        heard, _, _ = select.select([driver.fileno(), self._ear], [], [], wait)
+        if self._ear in heard:
+            self._drain_pokes()
         self._hear(driver)
         if self._notified:
             self._on_work(connection, oid)
@@ -317,11 +319,14 @@ class Listener(threading.Thread):
             # it may be a delayed task: look soon when it falls due
             self._interval, wait = AFTER_NOTIFY, AFTER_NOTIFY
             others = self.count_others()
-            if random.random() * (others + 1) < FEW:  # noqa: S311
-                self.bell.ring()
-            else:
+            if random.random() * (others + 1) >= FEW:  # noqa: S311
                 wait = random.uniform(SECOND_LOOK[0], SECOND_LOOK[0] + SECOND_LOOK[1] * others)  # noqa: S311
-            self._next_poll = min(self._next_poll, time.monotonic() + wait)
+            elif self.bell.ring_first():
+                wait = GIVE_WAY  # there may be a task of another kind as well
+            now = time.monotonic()
+            # not earlier, but the look that was planned is not put off for ever
+            clear = min(now + GIVE_WAY, self._planned + GIVE_WAY)
+            self._next_poll = max(clear, min(self._next_poll, now + wait))
         elif self._announced:
             connection.execute(statements.withdraw_sleep(), {"oid": oid})
             self._announced = False
@@ -337,7 +342,7 @@ class Listener(threading.Thread):
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
         if row.seconds is not None and row.seconds > 0:
             wait = min(wait, row.seconds)
-        self._next_poll = time.monotonic() + wait
+        self._planned = self._next_poll = time.monotonic() + wait
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
         longest = min(RUNNING_POLL, self._longest) if row.ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
