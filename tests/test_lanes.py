@@ -81,12 +81,11 @@ def test_a_commit_whose_answer_is_lost(db_url, proxy, kind):
         session.execute(text("insert into mark values (:i)"), params)
         if params["i"] == 1:
             ground = session.connection().info[LENDER]
-            ground._execute = partial(stalled, ground._execute)
+            ground.commit = partial(stalled, ground.commit)
 
-    def stalled(execute, statement):
-        if "COMMIT" in statement:
-            proxy.stall("down")
-        execute(statement)
+    def stalled(commit, chain):
+        proxy.stall("down")
+        commit(chain)
 
     async def awaited(session, params):
         await session.run_sync(body, params)

@@ -391,7 +391,7 @@ def test_trouble_with_another_database(running, kind):
 
 def test_trouble_without_an_end(running, monkeypatch):
     """What is nobody's fault is not counted, but not for ever."""
-    monkeypatch.setattr("pgtask_sa.execution.MAX_BLAMELESS", 3)
+    monkeypatch.setattr("pgtask_sa.arrears.MAX_BLAMELESS", 3)
 
     def body(session, _task):
         session.execute(text("do $$ begin raise sqlstate '40P01'; end $$"))

@@ -12,7 +12,7 @@ from sqlalchemy import text
 from sweeping import KINDS, Sweeper, mark, sweepers
 
 from pgtask_sa import Discard, Retry, Snooze
-from pgtask_sa.execution import MAX_BLAMELESS
+from pgtask_sa.arrears import MAX_BLAMELESS
 
 
 @pytest.fixture(params=KINDS)

@@ -9,7 +9,8 @@ from claiming import TASK, analyze, fill, take
 from plans import Plan, explain
 from sqlalchemy import create_engine, text
 
-from pgtask_sa.claim import REPLAN, fair_claim
+from pgtask_sa.claim import fair_claim
+from pgtask_sa.claiming import REPLAN
 from pgtask_sa.statements import count_waiting, peek, survey, waiting_kinds
 
 if TYPE_CHECKING:
@@ -321,7 +322,7 @@ def test_a_plan_from_a_small_queue_is_given_up(engine: Engine) -> None:
         pages_of_a_prepared_claim(connection)
         fill(engine, 50_000)
         stale = pages_of_a_prepared_claim(connection)
-        connection.execute(REPLAN)
+        connection.exec_driver_sql(REPLAN.decode())
         fresh = pages_of_a_prepared_claim(connection)
     assert stale > 500
     assert fresh < 40
@@ -333,5 +334,5 @@ def test_replan_is_allowed_inside_a_claim(engine: Engine) -> None:
     claim = fair_claim(TASK, 1, due_first=False)
     with engine.connect() as connection:
         assert 1 == len(take(connection, claim))
-        connection.execute(REPLAN)
+        connection.exec_driver_sql(REPLAN.decode())
         assert 1 == len(take(connection, claim))

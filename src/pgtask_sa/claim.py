@@ -86,7 +86,6 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
-    text,
     true,
     union_all,
 )
@@ -106,11 +105,6 @@ PLACE = "pgtask_place"
 # The last transaction that locked or deleted a row leaves its number there, also if it came to
 # nothing. To be read before the row is locked: then it is our own.
 IS_TOUCHED = literal_column("xmax <> '0'::xid", Boolean).label("touched")
-
-# Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
-# empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
-# arrive, until autovacuum looks at the table: 40 ms a claim, not 0.4, with 200,000 tasks.
-REPLAN = text("DISCARD PLANS")
 
 # No moment is before it, so as a lower bound it excludes nothing. But a planner without statistics
 # takes a range for few rows and a single bound for a third of the table, which it would rather read

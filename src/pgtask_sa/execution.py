@@ -20,32 +20,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission, Lease
+from pgtask_sa.arrears import Arrears
 from pgtask_sa.calls import Face, arguments, close
-from pgtask_sa.claim import REPLAN
+from pgtask_sa.claiming import Claiming
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import chain, comes_from, headline, is_blameless, sqlstate
+from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import ENDED, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wire import Wired
 
-MAX_BLAMELESS = 20
-BEYOND_ITS_REACH = ("53", "25006", "57P02", "57P03")  # disk, memory; a standby; starting up
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
@@ -85,6 +83,7 @@ class Execution:
         self.tables = tables
         self.events = events
         self.ground = Ground(connection)
+        self.claiming = Claiming(connection, self.ground, claimer, tables)
         self.settler = Settler(connection, tables, handlers, events)
         self.on_full: Callable[[], object] = _nothing
         self.on_commit: Callable[[], object] = _nothing
@@ -92,15 +91,12 @@ class Execution:
         self.cut = False  # set from outside: whatever runs must not commit any more
         self.expired: Claimed | None = None  # set from outside: this one's time is over
         self.settled: Claimed | None = None  # set from outside: and its attempt has been counted
-        self.owed: list[TransactionLost] = []  # survives the connection: a lane hands it on
-        self.blameless: dict[int, int] = {}  # task_id to count; a worker's lanes share one
+        self.arrears = Arrears(events)  # outlive the connection: a lane hands them on
         self.admission: Admission | None = None  # not in somebody else's transaction
         self.granted: list[Lease] = []  # to be run next, outside of this transaction
         self.lease: Lease | None = None  # of what runs
         self._transaction: Any = None
         self._chained = False  # it began with the COMMIT of the one before
-        self._more = False  # the claim took all it may: there is probably more
-        self._wired: dict[Executable, Wired] = {}
         self._writing: set[str] = set()  # types whose handlers have used their session
 
     # -- the walk of one claim ---------------------------------------------------------------
@@ -114,11 +110,16 @@ class Execution:
             TransactionLost: a handler left something running on the connection; take another one.
         """
         self.pay()
-        return self._transact(self._claim)
+        return self._transact(self.claiming.claim)
+
+    def pay(self) -> None:
+        """Count the attempts that could not be counted in their own transaction."""
+        if self.arrears.owed:
+            self.pause()
+        self.arrears.pay(self.begin, self.settler)
 
     def _transact(self, claim: Callable[[], list[Claimed]]) -> int:
         transaction = self._begin()
-        self._more = False
         batch: list[Claimed] = []
         try:
             batch = claim()
@@ -126,7 +127,7 @@ class Execution:
         except TransactionLost as lost:
             self._give_up(transaction)
             self._blame(lost)
-            self._rescue(batch, lost)
+            self.arrears.rescue(batch, lost)
             if lost.dirty:
                 raise
             return len(batch)
@@ -153,22 +154,26 @@ class Execution:
         if self._chained and self._transaction.is_active:
             return self._transaction
         self._chained = False
+        self.claiming.forget()
         self.ground.begin()
         self._transaction = self.begin()
         return self._transaction
 
     def pause(self) -> None:
-        """Leave no transaction open; the next claim does not follow at once."""
+        """Leave no transaction open; what was claimed ahead is free again."""
         if self._chained and self._transaction.is_active:
             self._roll_back(self._transaction)
         self._chained = False
+        self.claiming.forget()
 
     def _work(self, batch: list[Claimed]) -> list[Report]:
         """Run what may run of a batch; return what became of each task."""
         reports: list[Report] = []
         if self.admission is not None:
             batch, reports = self.admission.admit(batch)
-        if self._more:
+            if reports or self.admission.leases:
+                self.ground.wrote()
+        if self.claiming.full:
             self.on_full()  # wake another lane before the work begins, and not before it can
         return reports + [self._attempt(claimed) for claimed in batch]
 
@@ -183,43 +188,14 @@ class Execution:
         self.admission.alone = True
         try:
             for task_id in task_ids:
-                self._transact(partial(self.settler.reclaim, task_id))
+                self._rerun(task_id)
         finally:
             self.admission.alone = False
 
-    def _claim(self) -> list[Claimed]:
-        # through a pooler nothing is prepared, and the plans are not ours to discard
-        if self.claimer.must_replan() and not is_pooled(self.connection):
-            self.connection.execute(REPLAN)
-        for statement, parameters in self.claimer.statements():
-            rows = self.claimer.learn(self._fetch(statement, parameters))
-            if len(rows) > self.claimer.options.batch_size:  # rows nobody expects would be lost
-                raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
-            if rows:
-                self._more = len(rows) == self.claimer.options.batch_size
-                return [self.tables.claimed(row) for row in rows]
-        return []
-
-    def _fetch(
-        self, statement: Executable, parameters: Mapping[str, Any]
-    ) -> Sequence[Mapping[Any, Any]]:
-        try:
-            return self._rows(statement, parameters)
-        except NotImplementedError as error:
-            # psycopg, of a moment, when the connection was lost while the answer was being read
-            if self.ground.status() == TransactionStatus.UNKNOWN:
-                raise psycopg.OperationalError("the connection was lost") from error
-            raise
-
-    def _rows(
-        self, statement: Executable, parameters: Mapping[str, Any]
-    ) -> Sequence[Mapping[Any, Any]]:
-        if not self._owns:  # any driver may be behind it
-            return self.connection.execute(statement, parameters).mappings().all()
-        wired = self._wired.get(statement)
-        if wired is None:
-            wired = self._wired[statement] = Wired(statement)
-        return wired.fetch(self.connection, parameters, keep=not is_pooled(self.connection))
+    def _rerun(self, task_id: int) -> None:
+        """Claim and run one certain task, if it is still there."""
+        self.pause()
+        self._transact(partial(self.settler.reclaim, task_id))
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""
@@ -284,6 +260,7 @@ class Execution:
             self._writing.add(claimed.task_type)
         else:
             self._writing.discard(claimed.task_type)
+        self.claiming.expects_writes = self.ground.used
 
     # -- what became of it -------------------------------------------------------------------
 
@@ -307,18 +284,7 @@ class Execution:
         trouble = self.ground.trouble()
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return 0
-        return self.bear(claimed, trouble)
-
-    def bear(self, claimed: Claimed, trouble: BaseException | None) -> int:
-        """Count a failure that is nobody's fault; 0 when this task had too many of its kind.
-
-        Deadlocks and lost connections it may bring upon itself; not that the disk is full.
-        """
-        if len(self.blameless) > 10_000:  # noqa: PLR2004
-            self.blameless.clear()
-        count = self.blameless[claimed.task_id] = self.blameless.get(claimed.task_id, 0) + 1
-        beyond = (sqlstate(trouble) or "").startswith(BEYOND_ITS_REACH)
-        return count if beyond or count <= MAX_BLAMELESS else 0
+        return self.arrears.bear(claimed, trouble)
 
     # -- when the transaction is lost --------------------------------------------------------
 
@@ -346,6 +312,9 @@ class Execution:
         if self.cut:
             self._give_up(transaction)
             raise Stopped
+        if self.claiming.holds:  # a mistake of ours; what nobody has run must not be gone
+            self._give_up(transaction)
+            raise TaskError("tasks that were claimed ahead were not run; they are free again")
         try:
             self._commit_checked(transaction, batch, finished)
         except (DBAPIError, psycopg.Error) as raised:
@@ -376,9 +345,10 @@ class Execution:
     ) -> None:
         """Commit; a task that is alone and breaks a constraint now has failed, like any other."""
         if self._owns and len(batch) == 1:
-            self._chained = self._more and self._may_chain()
+            self._chained = self.claiming.full and self._may_chain()
             try:
-                if self.ground.commit(chain=self._chained) and self._chained:
+                self.ground.commit(self.claiming.chain if self._chained else None)
+                if self._chained:
                     return
             except psycopg.Error as error:
                 self._chained = False
@@ -393,9 +363,14 @@ class Execution:
 
     def _may_chain(self) -> bool:
         """Say whether the next claim follows at once, on this connection as it is."""
-        quiet = not (self.owed or self.granted or self.ground.moved)
+        quiet = not (self.arrears.owed or self.granted or self.ground.moved)
         leases = self.admission is not None and self.admission.leases
         return quiet and not leases and not is_pooled(self.connection)
+
+    def _blame(self, lost: TransactionLost) -> None:
+        """Note that a lost transaction is the task's fault; not if the deadline was enforced."""
+        if lost.claimed is not self.settled:  # else the attempt has been counted
+            self.arrears.blame(lost, self.ground.trouble())
 
     def _find_culprit(self, batch: list[Claimed], error: BaseException) -> None:
         """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""
@@ -409,52 +384,11 @@ class Execution:
         refused: Unsettled | None = None
         for claimed in batch:
             try:
-                self._transact(partial(self.settler.reclaim, claimed.task_id))
+                self._rerun(claimed.task_id)
             except Unsettled as error:
                 refused = error
         if refused is not None:
             raise refused  # the lane takes a rest: that task is free, and uncounted
-
-    def _blame(self, lost: TransactionLost) -> None:
-        """Note that a lost transaction is the task's fault, unless it is not."""
-        if lost.claimed is self.settled:
-            return  # whoever enforced the deadline has counted the attempt
-        cause = lost.error or self.ground.trouble()
-        innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
-        if innocent and self.bear(lost.claimed, cause):
-            self.events.emit(
-                "transaction.lost",
-                f"the transaction of {lost.claimed} was lost; it runs again",
-                level=logging.WARNING,
-                task_id=lost.claimed.task_id,
-                task_type=lost.claimed.task_type,
-            )
-        else:
-            self.owed.append(lost)
-
-    def _rescue(self, batch: list[Claimed], lost: TransactionLost) -> None:
-        """Note the rest of a batch, whose rows a handler may have committed away unrun."""
-        if lost.ended:
-            ids = [claimed.task_id for claimed in batch]
-            rest = batch[ids.index(lost.claimed.task_id) + 1 :]
-            self.owed += [
-                TransactionLost(claimed, None, ended=True, unrun=True) for claimed in rest
-            ]
-
-    def pay(self) -> None:
-        """Count the attempts that could not be counted in their own transaction."""
-        while self.owed:
-            try:
-                with self.begin():
-                    self.settler.settle_apart(self.owed[0])
-            except DBAPIError as error:
-                if error.connection_invalidated or is_blameless(error):
-                    raise  # later, then
-                told = headline(error, values=self.events.shows_values)
-                self.events.emit("settle.failed", f"{self.owed[0]}: {told}", level=logging.CRITICAL)
-                self.owed.pop(0)
-                raise  # the task is free, and uncounted: at least its lane takes a rest
-            self.owed.pop(0)
 
 
 def _is_invalid(error: BaseException) -> bool:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, MutableMapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ from pgtask_sa.failures import sqlstate
 from pgtask_sa.wire import receive, send
 
 SAVEPOINT = "pgtask"
-_OPEN = f"SAVEPOINT {SAVEPOINT}"
-_RENEW = f"RELEASE SAVEPOINT {SAVEPOINT}; {_OPEN}"
+OPEN = f"SAVEPOINT {SAVEPOINT}"
+_LEAVE = f"RELEASE SAVEPOINT {SAVEPOINT}"
+_RENEW = f"{_LEAVE}; {OPEN}"
 _UNDO = f"ROLLBACK TO SAVEPOINT {SAVEPOINT}"
 ENDS_TRANSACTION = re.compile(
     r"\s*(commit|end|abort|rollback(?!\s+(work\s+|transaction\s+)?to\b)|begin|start\s+transaction"
@@ -176,7 +177,9 @@ class Ground:
         self.open = False
         self.moved = False  # the handler changed the session's settings
         self.shifted = False  # or the transaction's
-        self._spent = False  # the savepoint is there, but of a task before, and kept
+        self._ready = False  # the savepoint is there, and of nobody yet
+        self._spent = False  # it is there, but of a task before, and kept
+        self._written = False  # some handler of this transaction has needed it
         self.used = False  # the handler has needed it
         self._sent = False  # it has been asked for, and the answer not been read
         self._lent: str | None = None  # the name under which a session takes it for its own
@@ -192,7 +195,8 @@ class Ground:
 
     def __enter__(self) -> Self:
         """Stand guard while a handler runs."""
-        self.armed, self.open, self.used, self.shifted = True, False, False, False
+        self.armed, self.used, self.shifted = True, False, False
+        self.open, self._ready = self._ready, False
         self._lent, self._committed = None, False
         self._info = self.connection.info
         self._info.pop(TROUBLE, None)
@@ -203,8 +207,8 @@ class Ground:
 
     def expect(self) -> None:
         """Ask for the savepoint, as the handler will need it; by then the answer will be there."""
-        if self._pgconn is not None and not hasattr(self._dbapi(), "run_async"):
-            send(self._pgconn, _RENEW if self._spent else _OPEN)
+        if not self.open and self._pgconn is not None and not hasattr(self._dbapi(), "run_async"):
+            send(self._pgconn, _RENEW if self._spent else OPEN)
             self._sent = True
 
     def _dbapi(self) -> Any:
@@ -264,7 +268,20 @@ class Ground:
 
     def begin(self) -> None:
         """Note that a transaction begins, in which there is no savepoint yet."""
-        self.open = self._spent = self._sent = False
+        self.open = self._ready = self._spent = self._written = self._sent = False
+
+    def opened(self) -> None:
+        """Note that the savepoint was opened for the task that runs next."""
+        self._ready = True
+
+    def wrote(self) -> None:
+        """Note that something of ours was written since then, which no handler's failure undoes."""
+        self._ready, self._spent = False, self._ready or self._spent
+
+    def is_in_vain(self) -> bool:
+        """Say whether it was, but nothing was claimed: it must not lie above the next claim."""
+        was_ready, self._ready = self._ready, False
+        return was_ready
 
     def stand(self) -> None:
         """Open the savepoint, unless it is open."""
@@ -275,7 +292,7 @@ class Ground:
             return
         self.open = True  # first: its own cursor comes by here again
         try:
-            self._execute(_RENEW if self._spent else _OPEN)
+            self._execute(_RENEW if self._spent else OPEN)
         except BaseException:
             self.open = False
             raise
@@ -286,7 +303,7 @@ class Ground:
         if self.open:
             self._execute(_UNDO)
             self._restore()
-            self._execute(f"RELEASE SAVEPOINT {SAVEPOINT}")
+            self._execute(_LEAVE)
             self.open = False
 
     def keep(self) -> None:
@@ -307,22 +324,25 @@ class Ground:
 
     def _let_go(self) -> None:
         self._spent = True
+        self._written = self._written or self.used
 
-    def commit(self, *, chain: bool) -> bool:
-        """Commit, after a check of the constraints that were deferred; False: nothing was written.
+    def commit(self, chain: Callable[[Sequence[str]], None] | None = None) -> None:
+        """Check the constraints that were deferred, if a handler wrote anything, and commit then.
 
         A task that breaks one fails while its row is held; at COMMIT the row would be free before
-        the attempt could be counted. With ``chain`` the next transaction begins at once.
+        the attempt could be counted. With ``chain``, which sends the commands, it is committed in
+        any case, and the next transaction begins at once.
 
         Raises:
             psycopg.Error: a constraint is broken, and `reopen` leads back; or COMMIT failed.
         """
-        if self._spent or chain:
-            check = "SET CONSTRAINTS ALL IMMEDIATE; " if self._spent else ""
-            self._execute(check + ("COMMIT AND CHAIN" if chain else "COMMIT"))
+        check = ["SET CONSTRAINTS ALL IMMEDIATE"] if self._written else []
+        if chain is not None:
+            with self._heeding():
+                chain([*check, "COMMIT AND CHAIN"])
+        elif check:
+            self._execute("; ".join([*check, "COMMIT"]))
             self.begin()
-            return True
-        return False
 
     def reopen(self) -> bool:
         """Go back to before the savepoint was kept, if that can be; then `undo` what was done."""
@@ -362,12 +382,17 @@ class Ground:
         Its own savepoints on this connection may be in any state by now.
         """
         dbapi = self._dbapi()
-        try:
+        with self._heeding():
             if hasattr(dbapi, "run_async"):
                 dbapi.run_async(lambda driver: driver.execute(statement, prepare=False))
             else:
                 send(dbapi.pgconn, statement)
                 receive(dbapi.pgconn)
+
+    @contextmanager
+    def _heeding(self) -> Iterator[None]:
+        try:
+            yield
         except psycopg.Error as error:
             self._info[TROUBLE] = self.reason(error)
             raise

@@ -20,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionm
 from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa.calls import T
+from pgtask_sa.claiming import Claiming
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskFailed
@@ -82,6 +83,9 @@ class Guest:
         self.execution.settler = self.settler
         self.execution.ground.close()
         self.execution.ground = _AnyGround(connection)
+        self.execution.claiming = _AnyClaiming(
+            connection, self.execution.ground, self.execution.claimer, tables
+        )
         _remember_errors(connection.engine)
 
     def __enter__(self) -> Self:
@@ -197,9 +201,6 @@ class _OldestFirst:
         self._next_in_line = next_in_line(tables.task, now)
         self._claim_by_id = tables.claim_by_id
 
-    def must_replan(self) -> bool:
-        return False
-
     def statements(self) -> Iterator[tuple[Executable, dict[str, Any]]]:
         types = {"types": list(self.handlers)}
         row = self.connection.execute(self._next_in_line, types).first()
@@ -230,6 +231,15 @@ class _Notes(Settler):
     def _speaks_utf8(self) -> bool:
         driver: Any = self.connection.connection.driver_connection
         return not hasattr(driver, "info") or super()._speaks_utf8()  # asyncpg: nothing else
+
+
+class _AnyClaiming(Claiming):
+    """Works with every driver."""
+
+    def _fetch(
+        self, statement: Executable, parameters: Mapping[str, Any]
+    ) -> Sequence[Mapping[Any, Any]]:
+        return self.connection.execute(statement, parameters).mappings().all()
 
 
 class _AnyGround(Ground):

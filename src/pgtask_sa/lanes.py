@@ -23,6 +23,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission
+from pgtask_sa.arrears import Arrears
 from pgtask_sa.calls import Face
 from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doorbell import Doorbell
@@ -92,12 +93,16 @@ class Shared:
         execution = Execution(connection, face, claimer, self.handlers, self.tables, self.events)
         execution.on_full = partial(self.bell.chain, lane.kind)
         execution.on_commit = lane.trouble.over
-        execution.blameless = self.blameless
+        execution.arrears = self._arrears(lane)
         execution.admission = self._admission(lane, execution, face)
-        if lane.execution is not None:
-            execution.owed = lane.execution.owed
         lane.execution = execution
         return execution
+
+    def _arrears(self, lane: Lane) -> Arrears:
+        """Return what the lane owes, also from its connection before."""
+        if lane.execution is not None:
+            return lane.execution.arrears
+        return Arrears(self.events, self.blameless)
 
     def _admission(self, lane: Lane, execution: Execution, face: Face) -> Admission:
         if lane.entry is None:

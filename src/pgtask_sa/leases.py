@@ -268,7 +268,7 @@ class LeasedRuns:
         trouble = self._trouble
         if trouble is None or not is_blameless(trouble) or not comes_from(error, trouble):
             return 0
-        return self.execution.bear(claimed, trouble)
+        return self.execution.arrears.bear(claimed, trouble)
 
     def give_back(self, lease: Lease) -> None:
         """End a lease at once, uncounted."""

@@ -25,6 +25,7 @@ that it has met, and for its types at priority 0, if they are few, and surveys i
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from bisect import bisect_left, insort
@@ -181,7 +182,7 @@ class Claimer:
         self._claims, self._slowest = 0, 0.0  # since then
 
     def must_replan(self) -> bool:
-        """Say, once in a while, that `REPLAN` is to be executed before the next claim."""
+        """Say, once in a while, that the next claim is to be planned anew."""
         now = time.monotonic()
         pays = self._claims >= MANY_CLAIMS or self._slowest > SLOW_CLAIM
         if not pays or now - self._planned < REPLAN_INTERVAL:
@@ -195,6 +196,10 @@ class Claimer:
         for ask in asks:
             self._sent = time.monotonic()
             yield ask
+
+    def sent_along(self) -> None:
+        """Note that the last statement travels with something else: its time says nothing."""
+        self._sent = math.inf
 
     def learn(self, rows: Sequence[Row]) -> list[Row]:
         """Take what a statement returned; return the tasks among it in the order of their turns."""

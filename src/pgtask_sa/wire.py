@@ -1,7 +1,7 @@
 """Statements that are executed for each task, past SQLAlchemy: several times as fast.
 
-SQLAlchemy compiles them, once. From there on they go to libpq, prepared, together with the BEGIN
-that they may need, in one round trip; and come back as plain dictionaries.
+SQLAlchemy compiles them, once. From there on they go to libpq, prepared, together with what comes
+just before and after them, in one round trip; and come back as plain dictionaries.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import select
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
 from psycopg import pq
@@ -23,11 +23,44 @@ Row: TypeAlias = "dict[str, Any]"
 Results: TypeAlias = "list[pq.abc.PGresult]"
 
 BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
+AFRESH = (b"ROLLBACK", BEGIN)  # unseen by psycopg, which would forget more
 PREPARED = "pgtask_prepared"  # attribute of a driver's connection: the names of statements
 SURPRISES = 2  # it is there, against expectation, and then is not, since the ROLLBACK after that
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _PSYCOPG = postgresql_psycopg.dialect()  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
+_OPENINGS = {pq.TransactionStatus.IDLE: (BEGIN,), pq.TransactionStatus.INERROR: AFRESH}
+_SURPRISING = (
+    # psycopg has all statements of its connection forgotten when it sees a ROLLBACK; others of
+    # ours may have been prepared since
+    psycopg.errors.InvalidSqlStatementName,
+    psycopg.errors.DuplicatePreparedStatement,  # it was prepared, and then failed
+)
+
+
+class Command(NamedTuple):
+    """One of those that a message is made of: text, or what is prepared under a name."""
+
+    text: bytes
+    values: list[bytes | None] | None = None
+    name: bytes = b""
+    prepare: bool = False
+
+
+class Answers(NamedTuple):
+    """The results of a message, one for each command, up to where the connection was lost."""
+
+    results: Results
+    lost: psycopg.OperationalError | None
+
+    def problem(self, commands: slice = slice(None)) -> psycopg.Error | None:
+        """Return the first error among the answers to some commands; None if all went well."""
+        for result in self.results[commands]:
+            problem = _problem(result)
+            if problem is not None:
+                return problem
+        is_short = commands.stop is None or commands.stop > len(self.results)
+        return self.lost if is_short else None
 
 
 class Wired:
@@ -47,73 +80,62 @@ class Wired:
         found = (given[name] if name in given else self._fixed[name] for name in self._names)
         return list(map(_dump, found))
 
-    def fetch(self, connection: Connection, given: Mapping[str, Any], *, keep: bool) -> list[Row]:
+    def commands(self, driver: Any, values: list[bytes | None], *, keep: bool) -> list[Command]:
+        """Return what executes it; with ``keep`` the server keeps it prepared."""
+        text = self.text.encode()
+        if not keep:
+            return [Command(text, values)]
+        execute = Command(text, values, self.name)
+        if self.name in _prepared(driver):
+            return [execute]
+        return [Command(text, None, self.name, prepare=True), execute]
+
+    def learn(self, driver: Any, problem: psycopg.Error | None) -> bool:
+        """Note whether it is prepared now; True if another try, in a new transaction, may do."""
+        if isinstance(problem, psycopg.errors.InvalidSqlStatementName):
+            _prepared(driver).discard(self.name)
+        elif problem is None or isinstance(problem, psycopg.errors.DuplicatePreparedStatement):
+            _prepared(driver).add(self.name)
+        return isinstance(problem, _SURPRISING)
+
+    def fetch(
+        self,
+        connection: Connection,
+        given: Mapping[str, Any],
+        *,
+        keep: bool,
+        afresh: bool = False,
+        before: Sequence[bytes] = (),
+        after: Sequence[bytes] = (),
+    ) -> list[Row]:
         """Execute it on one of the worker's connections and return all rows.
 
-        It is the first in its transaction that matters: begins one, unless there is one, and may
-        begin it once more. With ``keep`` the server keeps the statement prepared.
+        It is the first in its transaction that matters: begins one, unless there is one that is
+        sound, and may begin it once more; with ``afresh`` it does so at once. What is to be
+        executed before and after it travels along.
 
         Raises:
             psycopg.Error: as libpq reports it.
         """
         values = self.parameters(given)
         driver: Any = connection.connection.driver_connection
-        for tries in range(SURPRISES):
-            try:
-                return self._rows(
-                    driver, self._execute(connection, driver, values, keep=keep, afresh=tries > 0)
-                )
-            except psycopg.errors.InvalidSqlStatementName:
-                # psycopg has all statements of its connection forgotten when it sees a ROLLBACK;
-                # others of ours may have been prepared since
-                getattr(driver, PREPARED).discard(self.name)
-            except psycopg.errors.DuplicatePreparedStatement:  # it was prepared, and then failed
-                getattr(driver, PREPARED).add(self.name)
-        return self._rows(driver, self._execute(connection, driver, values, keep=keep, afresh=True))
+        status = driver.pgconn.transaction_status
+        opening = AFRESH if afresh else _OPENINGS.get(status, ())
+        for tries in range(SURPRISES + 1):
+            first = list(map(Command, (*opening, *before)))
+            own = self.commands(driver, values, keep=keep)
+            answers = exchange(connection, [*first, *own, *map(Command, after)])
+            problem = answers.problem()
+            is_surprise = keep and self.learn(driver, problem)
+            if problem is None:
+                return self.rows(driver, answers.results[len(first) + len(own) - 1])
+            if not is_surprise or tries == SURPRISES:
+                raise problem
+            opening = AFRESH
+        raise AssertionError
 
-    def _execute(
-        self,
-        connection: Connection,
-        driver: Any,
-        values: list[bytes | None],
-        *,
-        keep: bool,
-        afresh: bool,
-    ) -> Any:
-        dbapi: Any = connection.connection.dbapi_connection
-        self._send(driver, values, keep=keep, afresh=afresh)
-        steps = _answers(driver.pgconn)
-        if hasattr(dbapi, "run_async"):
-            found = dbapi.run_async(lambda _driver: _await(driver.pgconn, steps))
-        else:
-            found = _run(driver.pgconn, steps)
-        if driver.pgconn.status == pq.ConnStatus.OK:
-            driver.pgconn.exit_pipeline_mode()
-        for result in found:
-            checked(result)
-        if keep:
-            getattr(driver, PREPARED).add(self.name)
-        return found[-1]
-
-    def _send(self, driver: Any, values: list[bytes | None], *, keep: bool, afresh: bool) -> None:
-        pgconn = driver.pgconn
-        begins = afresh or pgconn.transaction_status == pq.TransactionStatus.IDLE
-        pgconn.enter_pipeline_mode()
-        if afresh:  # psycopg must not see it, or would forget everything once more
-            pgconn.send_query_params(b"ROLLBACK", None)
-        if begins:
-            pgconn.send_query_params(BEGIN, None)
-        if keep:
-            if not hasattr(driver, PREPARED):
-                setattr(driver, PREPARED, set())
-            if self.name not in getattr(driver, PREPARED):
-                pgconn.send_prepare(self.name, self.text.encode())
-            pgconn.send_query_prepared(self.name, values)
-        else:
-            pgconn.send_query_params(self.text.encode(), values)
-        pgconn.pipeline_sync()
-
-    def _rows(self, driver: Any, result: Any) -> list[Row]:
+    def rows(self, driver: Any, result: Any) -> list[Row]:
+        """Return the rows of its result as dictionaries."""
         count = result.ntuples
         if not count:
             return []
@@ -127,6 +149,43 @@ class Wired:
         return rows
 
 
+def exchange(connection: Connection, commands: Iterable[Command]) -> Answers:
+    """Send commands in one message, and wait for all answers.
+
+    After an error none of those that follow is executed.
+    """
+    dbapi: Any = connection.connection.dbapi_connection
+    pgconn = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
+    pgconn.enter_pipeline_mode()
+    for command in commands:
+        _send(pgconn, command)
+    pgconn.pipeline_sync()
+    steps = _answers(pgconn)
+    if hasattr(dbapi, "run_async"):
+        found = dbapi.run_async(lambda _driver: _await(pgconn, steps))
+    else:
+        found = _run(pgconn, steps)
+    if pgconn.status == pq.ConnStatus.OK:
+        pgconn.exit_pipeline_mode()
+    return found  # type: ignore[no-any-return]
+
+
+def _send(pgconn: pq.abc.PGconn, command: Command) -> None:
+    if command.prepare:
+        pgconn.send_prepare(command.name, command.text)
+    elif command.name:
+        pgconn.send_query_prepared(command.name, command.values)
+    else:
+        pgconn.send_query_params(command.text, command.values)
+
+
+def _prepared(driver: Any) -> set[bytes]:
+    """Return the names of the statements that the server keeps on a connection, as we think."""
+    if not hasattr(driver, PREPARED):
+        setattr(driver, PREPARED, set())
+    return getattr(driver, PREPARED)  # type: ignore[no-any-return]
+
+
 def _dump(value: Any) -> bytes | None:
     if value is None:
         return None
@@ -137,7 +196,7 @@ def _dump(value: Any) -> bytes | None:
     return bytes(Transformer().get_dumper(value, PyFormat.TEXT).dump(value) or b"")
 
 
-def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Results]:
+def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Answers]:
     """Read the answers to a pipeline; yield for which events to wait."""
     found: Results = []
     try:
@@ -146,10 +205,9 @@ def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Results]:
             pgconn.consume_input()
         while (result := (yield from _next(pgconn))) is not None:
             found.append(result)
-    except psycopg.OperationalError:
-        if not any(map(_problem, found)):  # else it has been said why the connection is lost
-            raise
-    return found
+    except psycopg.OperationalError as lost:
+        return Answers(found, lost)
+    return Answers(found, None)
 
 
 def _next(pgconn: pq.abc.PGconn) -> Generator[int, None, pq.abc.PGresult | None]:
@@ -164,7 +222,7 @@ def _next(pgconn: pq.abc.PGconn) -> Generator[int, None, pq.abc.PGresult | None]
     raise psycopg.OperationalError("the connection was lost")
 
 
-def _run(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) -> Results:
+def _run(pgconn: pq.abc.PGconn, steps: Generator[int, None, Answers]) -> Answers:
     try:
         while True:
             _wait(pgconn, next(steps))
@@ -172,7 +230,7 @@ def _run(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) -> Results
         return end.value  # type: ignore[no-any-return]
 
 
-async def _await(pgconn: pq.abc.PGconn, steps: Generator[int, None, Results]) -> Results:
+async def _await(pgconn: pq.abc.PGconn, steps: Generator[int, None, Answers]) -> Answers:
     try:
         while True:
             await _ready(pgconn.socket, next(steps))

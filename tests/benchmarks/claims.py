@@ -22,8 +22,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from stage import LOCK, SETTINGS, PostgresServer, about
 
 from pgtask_sa import DeadTaskMixin, TaskMixin
-from pgtask_sa.claim import REPLAN
 from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.claiming import REPLAN
 from pgtask_sa.priorities import read
 from pgtask_sa.turns import Claimer
 
@@ -127,7 +127,7 @@ def _more(count: int, spent: float, seconds: float) -> bool:
 def claim_once(connection: Connection, claimer: Claimer) -> tuple[int, list[Any]]:
     """Claim as a lane does; return the number of statements, and the tasks."""
     if claimer.must_replan():
-        connection.execute(REPLAN)
+        connection.exec_driver_sql(REPLAN.decode())
     for sent, (statement, parameters) in enumerate(claimer.statements(), 1):
         rows = connection.execute(statement, parameters).mappings().all()
         if found := claimer.learn(rows):

@@ -343,6 +343,9 @@ class Machine(RuleBasedStateMachine):
             )
         self._rolled_back(lane)
 
+    def _on_goes_on(self, _lane: Lane) -> None:
+        self.tally["claimed ahead"] += 1
+
     def _on_waits(self, lane: Lane) -> None:
         self.tally["waited to be alone"] += 1
         self._rolled_back(lane)

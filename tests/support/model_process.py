@@ -25,7 +25,9 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa import TaskRegistry, TaskSession
 from pgtask_sa.admission import Admission
+from pgtask_sa.arrears import Arrears
 from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.claiming import Claiming
 from pgtask_sa.engines import worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
@@ -180,14 +182,18 @@ class _Ground(Ground):
         self.lane.round_trip(self.driver, super()._answer)
 
 
-class _Execution(Execution):
+class _Claiming(Claiming):
     """Counts the claim too, which goes past psycopg's connection."""
 
     lane: Lane
 
-    def _rows(self, statement: Any, parameters: Any) -> Any:
+    def _fetch(self, statement: Any, parameters: Any) -> Any:
         driver = self.connection.connection.driver_connection
-        return self.lane.round_trip(driver, partial(super()._rows, statement, parameters))
+        return self.lane.round_trip(driver, partial(super()._fetch, statement, parameters))
+
+    def chain(self, ends: Any) -> None:
+        driver = self.connection.connection.driver_connection
+        self.lane.round_trip(driver, partial(super().chain, ends), ("commit",))
 
 
 class Lane:
@@ -200,6 +206,7 @@ class Lane:
         self.number = number
         self.batch_size = batch_size
         self.execution: Execution | None = None
+        self._arrears = Arrears(process.events, process.blameless)
         self.watch: Any = None
         self.entry: int | None = None
         self.fault: Fault | None = None
@@ -248,8 +255,7 @@ class Lane:
 
     def owed(self) -> list[int]:
         """Return the tasks whose attempts it has still to count."""
-        owed = [] if self.execution is None else self.execution.owed
-        return [lost.claimed.task_id for lost in owed]
+        return [lost.claimed.task_id for lost in self._arrears.owed]
 
     # -- inside its thread -------------------------------------------------------------------------
 
@@ -259,8 +265,10 @@ class Lane:
         try:
             if self._connection is None:
                 self._connect()
-            if self._sweep():
+            while self._sweep():
                 self._leased.run()
+                if not self._goes_on():
+                    break
             else:
                 self.process.presence.rest(self.entry)
         except BaseException as raised:
@@ -270,6 +278,14 @@ class Lane:
             del self.process.threads[threading.get_ident()]
         self.log.append(("end", error))
         self._quiet.put("end")
+
+    def _goes_on(self) -> bool:
+        """Say whether to run what was claimed ahead; or let it go, as a lane that has to wait."""
+        if self.execution.claiming.holds and self.process.chance.random() < 0.5:
+            self.log.append(("goes_on",))
+            return True
+        self.execution.pause()
+        return False
 
     def _connect(self) -> None:
         """Set the lane up; as `lanes.Shared.execution` does."""
@@ -282,16 +298,15 @@ class Lane:
         claimer = Claimer(process.tables.task, list(process.tasks), options)
         claimer._random = claimer.turns.chance = process.chance
         handlers = process.tasks.handlers
-        execution = _Execution(connection, face, claimer, handlers, process.tables, process.events)
-        execution.lane = self
+        execution = Execution(connection, face, claimer, handlers, process.tables, process.events)
         execution.ground.close()
         execution.ground = _Ground(connection, self)
-        execution.blameless = process.blameless
+        execution.claiming = _Claiming(connection, execution.ground, claimer, process.tables)
+        execution.claiming.lane = self
+        execution.arrears = self._arrears
         execution.admission = Admission(
             process.presence, self.entry, face, execution.settler, handlers
         )
-        if self.execution is not None:
-            execution.owed = self.execution.owed
         self.execution = execution
         self._leased = LeasedRuns(execution, process.keeper)
 

@@ -120,7 +120,7 @@ class Sweeper:
         claimer = Claimer(self.tables.task, list(self.tasks), options)
         events = Events([self.events.append])
         execution = Execution(connection, face, claimer, self.tasks.handlers, self.tables, events)
-        execution.owed, execution.blameless = self.owed, self.blameless
+        execution.arrears.owed, execution.arrears.blameless = self.owed, self.blameless
         result = work(execution)
         execution.pay()
         return result
