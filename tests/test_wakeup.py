@@ -373,10 +373,9 @@ def _intervals(listener: Listener, answers: str) -> list[float]:
     """Return how long it waits after each look that found something ready (1), or nothing (0)."""
     waits = []
     for answer in answers:
-        row = SimpleNamespace(ready=answer == "1", seconds=None)
-        result = SimpleNamespace(one=lambda row=row: row)
+        listener._look = lambda _, ready=answer == "1": (ready, None)
         before = time.monotonic()
-        listener._poll(SimpleNamespace(execute=lambda *_, result=result: result))
+        listener._poll(None)
         waits.append(listener._next_poll - before)
     return waits
 
@@ -408,7 +407,7 @@ def _one_of_many(others: int) -> Listener:
     """Give the listener of a worker that sleeps, beside others; it has no connection."""
     engine = create_engine("postgresql+psycopg://")
     bell = Doorbell({"sync": 1})
-    roster, health = SimpleNamespace(table=None), SimpleNamespace()
+    roster, health = SimpleNamespace(table=Task.__table__), SimpleNamespace()
     listener = Listener(engine, roster, bell, health, idle_interval=60, report_interval=60)
     listener.count_others = lambda: others
     listener._next_poll = math.inf

@@ -42,6 +42,7 @@ from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import headline, in_one_line
 from pgtask_sa.roster import Roster
+from pgtask_sa.wire import Wired, checked, results
 
 FIRST_POLL = 0.02
 GROWTH = 3.0
@@ -137,6 +138,8 @@ class Listener(threading.Thread):
         self.health = health
         self.idle_interval = idle_interval
         self.report_interval = report_interval
+        self._peek = Wired(statements.peek(self.table))
+        self._driver: Any = None  # psycopg's connection
         self.on_cancel: Callable[[int], object] = lambda _task_id: None
         self.count_others: Callable[[], int] = lambda: 0  # workers
         self._ear, self._mouth = socket.socketpair()
@@ -228,6 +231,7 @@ class Listener(threading.Thread):
 
     def _set_up(self, connection: Connection, driver: Any, oid: int) -> Callable[[float], None]:
         """Listen, if that can be had here; return what a turn is then."""
+        self._driver = driver
         if is_pooled(connection):
             self._longest = min(POOLED_POLL, self.idle_interval)
             self._tell_of_polling()
@@ -235,6 +239,7 @@ class Listener(threading.Thread):
         self._longest = self.idle_interval
         driver.add_notify_handler(self._on_notify)
         connection.exec_driver_sql(f"LISTEN pgtask_{oid}")
+        checked(driver.pgconn.prepare(self._peek.name, self._peek.text.encode()))
         return partial(self._turn, connection, driver, oid)
 
     def _tell_of_polling(self) -> None:
@@ -333,19 +338,35 @@ class Listener(threading.Thread):
 
     def _poll(self, connection: Connection) -> None:
         """Look for work without a lock; ring if there is some, and plan the next look."""
-        row = connection.execute(statements.peek(self.table), {"types": self.roster.all()}).one()
-        if row.ready:
+        ready, seconds = self._look(connection)
+        if ready:
             self.bell.ring()
             if self._polling and not self._found:
                 self._interval = FIRST_POLL  # it may be the first of many
-        self._found = row.ready
+        self._found = ready
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
-        if row.seconds is not None and row.seconds > 0:
-            wait = min(wait, row.seconds)
+        if seconds is not None and seconds > 0:
+            wait = min(wait, seconds)
         self._planned = self._next_poll = time.monotonic() + wait
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
-        longest = min(RUNNING_POLL, self._longest) if row.ready else self._longest
+        longest = min(RUNNING_POLL, self._longest) if ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
+
+    def _look(self, connection: Connection) -> tuple[bool, float | None]:
+        """Say whether something is ready, and in how many seconds the next task falls due.
+
+        Quickly, since no notification is heard meanwhile: prepared, and past SQLAlchemy.
+        """
+        driver = self._driver
+        values = self._peek.parameters({"types": self.roster.all()})
+        if is_pooled(connection):
+            driver.pgconn.send_query_params(self._peek.text.encode(), values)
+        else:
+            driver.pgconn.send_query_prepared(self._peek.name, values)
+        (result,) = map(checked, results(driver.pgconn))
+        self._hear(driver)  # what came along with the answer
+        ready, seconds = (result.get_value(0, column) for column in (0, 1))
+        return ready == b"t", None if seconds is None else float(seconds)
 
     def _drain_pokes(self) -> None:
         with suppress(BlockingIOError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import psycopg
 from psycopg import pq
 from psycopg.adapt import PyFormat, Transformer
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Executable, Float
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import psycopg as postgresql_psycopg
 
@@ -26,6 +26,7 @@ BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
 AFRESH = (b"ROLLBACK", BEGIN)  # unseen by psycopg, which would forget more
 PREPARED = "pgtask_prepared"  # attribute of a driver's connection: the names of statements
 SURPRISES = 2  # it is there, against expectation, and then is not, since the ROLLBACK after that
+FLOAT8, NUMERIC = 701, 1700  # what a type is to the server
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _PSYCOPG = postgresql_psycopg.dialect()  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
@@ -262,7 +263,9 @@ def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     """List the columns whose values SQLAlchemy would change after psycopg: enums, own types."""
     found = []
     for column in getattr(statement, "exported_columns", ()):
-        processor = column.type.dialect_impl(_PSYCOPG).result_processor(_PSYCOPG, None)
+        kind = column.type.dialect_impl(_PSYCOPG)
+        number = FLOAT8 if isinstance(kind, Float) else NUMERIC  # others do not look at it
+        processor = kind.result_processor(_PSYCOPG, number)
         if processor is not None:
             found.append((column.name, processor))
     return found
