@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from sqlalchemy import Connection, Engine, Table
@@ -40,6 +40,7 @@ from pgtask_sa.settle import Claimed
 from pgtask_sa.wire import Wired, answers_within, checked, results
 
 T = TypeVar("T")
+Finish: TypeAlias = "Callable[[float | None], Callable[[], None] | None]"
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
@@ -56,6 +57,10 @@ class Deaths:
 
     count: int = 0
     alone: bool = False
+
+
+def _finished(_patience: float | None) -> None:
+    pass
 
 
 class Presence:
@@ -119,27 +124,21 @@ class Presence:
             return True
         return bool(named) and any(claimed.task_id in named for claimed in batch)
 
-    def note(
-        self, lane: int, batch: Sequence[Claimed], patience: float | None = None
-    ) -> Callable[[], None] | None:
-        """Commit what a lane is about to run.
+    def note(self, lane: int, batch: Sequence[Claimed]) -> Finish:
+        """Begin to commit what a lane is about to run; call what it returns before that is run.
 
-        With ``patience``, in seconds, it takes hardly longer than that: what it returns then, if
-        anything, does the rest, and may be called in another thread.
-
-        Raises:
-            psycopg.Error: it could not be committed; nothing of it may be run.
+        It has to be called, whatever happens: nobody else can note anything until then. Given a
+        patience, in seconds, it takes hardly longer than that, and returns what does the rest, if
+        anything, which may be called in another thread. Given None it takes as long as it takes.
+        It raises a `psycopg.Error` if the note could not be committed: nothing may be run.
         """
         if not self._is_direct:
-            return None
+            return _finished
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
         values = self._values(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
-        if patience is None:
-            self._write_surely(values)
-            return None
-        return self._write_soon(values, patience)
+        return partial(self._finish, values, self._send(values, 0.0))
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
@@ -163,11 +162,15 @@ class Presence:
     def _look_after(self, connection: Connection) -> None:
         me = {"worker_id": self.worker_id}
         connection.execute(statements.dismiss_dead(self.task), me)
-        named = connection.scalars(statements.named_by_dead(self.task), me)
-        self._named_by_dead = frozenset(named)
+        self._look_for_dead(connection)
         self.others = connection.scalar(statements.count_others(self.task), me) or 0
         if not self._is_direct:
             connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
+
+    def _look_for_dead(self, connection: Connection) -> None:
+        me = {"worker_id": self.worker_id}
+        named = connection.scalars(statements.named_by_dead(self.task), me)
+        self._named_by_dead = frozenset(named)
 
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
@@ -217,6 +220,7 @@ class Presence:
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
             for each in (self._note, self._note_in_place):
                 checked(self._driver.pgconn.prepare(each.name, each.text.encode()))
+            self._look_for_dead(connection)
         elif not self._told:
             self._told = True
             self.events.emit("presence.pooled", POOLED, level=logging.WARNING)
@@ -262,24 +266,33 @@ class Presence:
         else:
             self._flying.discard(values["lane"])
 
-    def _write_soon(self, values: dict[str, Any], patience: float) -> Callable[[], None] | None:
-        """Write a lane's row where it was last; return what is to be done if that takes longer."""
-        surely = partial(self._write_surely, values)
-        place = self._places.get(values["lane"])
-        if place is None or not self._lock.acquire(timeout=patience):
-            return surely
-        note = self._note_in_place
+    def _send(self, values: dict[str, Any], patience: float) -> bool:
+        """Send a lane's row to where it was last; the lock is ours then, until it is read."""
+        if values["lane"] not in self._places or not self._lock.acquire(timeout=patience):
+            return False
         try:
-            pgconn = self._driver.pgconn
-            given = note.parameters({**values, "place": place})
-            pgconn.send_query_prepared(note.name, given)
-            is_there = answers_within(pgconn, patience)
-        except psycopg.Error:
+            place = self._places[values["lane"]]
+            given = self._note_in_place.parameters({**values, "place": place})
+            self._driver.pgconn.send_query_prepared(self._note_in_place.name, given)
+        except (KeyError, psycopg.Error):  # there is another connection, or has to be
             self._lock.release()
-            return surely  # which makes another connection
-        if is_there:
-            return self._read(values)
-        return partial(self._read_surely, values)
+            return False
+        return True
+
+    def _finish(
+        self, values: dict[str, Any], is_sent: bool, patience: float | None
+    ) -> Callable[[], None] | None:
+        """See to it that a lane's row is written; return what is to be done if it takes longer."""
+        if patience is None:
+            (self._read_surely if is_sent else self._write_surely)(values)
+            return None
+        if not (is_sent or self._send(values, patience)):
+            return partial(self._write_surely, values)
+        try:
+            is_there = answers_within(self._driver.pgconn, patience)
+        except psycopg.Error:
+            is_there = True  # it is lost, which reading will tell
+        return self._read(values) if is_there else partial(self._read_surely, values)
 
     def _read_surely(self, values: dict[str, Any]) -> None:
         rest = self._read(values)
