@@ -200,7 +200,7 @@ def test_the_first_claims_of_a_worker(running, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_session_that_cannot_be_made(db_url, kind):
-    """What is noted meanwhile is waited for, or no lane could note anything any more."""
+    """No lane is kept from noting what it runs by one that got no further."""
     failures = iter([False] * 2 + [True] * 3)  # once it is known where the lanes' rows are
 
     def failing(make):
@@ -223,37 +223,3 @@ def test_a_session_that_cannot_be_made(db_url, kind):
             running.enqueue("A")
             running.until_empty()
     assert [1] * 4 == long.starts
-
-
-@pytest.mark.parametrize("kind", ["sync", "async"])
-def test_the_note_is_there_before_the_handler_starts(db_url, monkeypatch, kind):
-    """It is sent, something else is done, and then it is waited for: for each task anew."""
-    order, notes = [], Presence.note
-
-    def noting(self, lane, batch):
-        finish = notes(self, lane, batch)
-        order.append("sent")
-
-        def finishing(patience):
-            rest = finish(patience)
-            if rest is not None:
-                rest()
-            order.append("there")
-
-        return finishing
-
-    monkeypatch.setattr(Presence, "note", noting)
-    running = Running(db_url, concurrency=1)
-
-    def body(session, params):
-        order.append("started")
-
-    async def awaited(session, params):
-        order.append("started")
-
-    running.tasks.handler("A")(body if kind == "sync" else awaited)
-    for _ in range(3):
-        running.enqueue("A")
-    with running:
-        running.until_empty()
-    assert ["sent", "there", "started"] * 3 == order

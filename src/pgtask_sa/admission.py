@@ -17,7 +17,7 @@ from uuid import UUID, uuid4
 from pgtask_sa.calls import Face
 from pgtask_sa.errors import WorkerDied
 from pgtask_sa.handlers import Handler
-from pgtask_sa.presence import Deaths, Finish, Presence
+from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Report, Settler
 from pgtask_sa.solitude import Solitary
@@ -64,12 +64,9 @@ class Admission:
         self.handlers = handlers
         self.leases: list[Lease] = []  # granted in the transaction that is open
         self.alone = False  # nothing else runs in this process
-        self._noting: Finish | None = None
 
     def admit(self, batch: Sequence[Claimed]) -> tuple[list[Claimed], list[Report]]:
         """Return those of a batch that are to be run now, and what became of others.
-
-        Before one is run, and in any case, `confirm` must be called.
 
         Raises:
             Solitary: some must run alone; the claim is to be rolled back.
@@ -80,29 +77,15 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        self._noting = self.presence.note(self.entry, batch)
-        if not all(map(self._simply_runs, batch)):
-            self.confirm()
+        rest = self.presence.note(self.entry, batch, self.face.patience)
+        if rest is not None:
+            self.face.aside(rest)
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:
             if self.handlers[claimed.task_type].lease is not None:
                 self._grant(claimed)
         return [c for c in sound if self.handlers[c.task_type].lease is None], reports
-
-    def confirm(self) -> None:
-        """Wait until it has been noted what is in flight, if that is not so yet.
-
-        Raises:
-            psycopg.Error: it could not be noted; nothing may be run.
-        """
-        noting, self._noting = self._noting, None
-        rest = noting(self.face.patience) if noting is not None else None
-        if rest is not None:
-            self.face.aside(rest)
-
-    def _simply_runs(self, claimed: Claimed) -> bool:
-        return self.handlers[claimed.task_type].lease is None and not self._is_culprit(claimed)
 
     def _counted(self, batch: Sequence[Claimed]) -> Sequence[Claimed]:
         if not self.presence.must_look(batch):

@@ -173,17 +173,9 @@ class Execution:
             batch, reports = self.admission.admit(batch)
             if reports or self.admission.leases:
                 self.ground.wrote()
-        try:
-            if self.claiming.full:
-                self.on_full()  # wake another lane before the work begins, and not before it can
-            return reports + [self._attempt(claimed) for claimed in batch]
-        finally:
-            self._confirm()
-
-    def _confirm(self) -> None:
-        """See to it that what is in flight has been noted; meanwhile something else was done."""
-        if self.admission is not None:
-            self.admission.confirm()
+        if self.claiming.full:
+            self.on_full()  # wake another lane before the work begins, and not before it can
+        return reports + [self._attempt(claimed) for claimed in batch]
 
     def _keep_leases(self) -> None:
         if self.admission is not None:
@@ -220,7 +212,6 @@ class Execution:
     def _run(self, handler: Handler, claimed: Claimed) -> BaseException | None:
         """Call the handler on firm ground; return what went wrong, if anything did."""
         session, handed = self.face.open(**SESSION)
-        self._confirm()
         error: BaseException | None = None
         with self.ground:
             try:

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 from sqlalchemy import Connection, Engine, Table
@@ -40,7 +40,6 @@ from pgtask_sa.settle import Claimed
 from pgtask_sa.wire import Wired, answers_within, checked, results
 
 T = TypeVar("T")
-Finish: TypeAlias = "Callable[[float | None], Callable[[], None] | None]"
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
@@ -57,10 +56,6 @@ class Deaths:
 
     count: int = 0
     alone: bool = False
-
-
-def _finished(_patience: float | None) -> None:
-    pass
 
 
 class Presence:
@@ -124,21 +119,27 @@ class Presence:
             return True
         return bool(named) and any(claimed.task_id in named for claimed in batch)
 
-    def note(self, lane: int, batch: Sequence[Claimed]) -> Finish:
-        """Begin to commit what a lane is about to run; call what it returns before that is run.
+    def note(
+        self, lane: int, batch: Sequence[Claimed], patience: float | None = None
+    ) -> Callable[[], None] | None:
+        """Commit what a lane is about to run.
 
-        It has to be called, whatever happens: nobody else can note anything until then. Given a
-        patience, in seconds, it takes hardly longer than that, and returns what does the rest, if
-        anything, which may be called in another thread. Given None it takes as long as it takes.
-        It raises a `psycopg.Error` if the note could not be committed: nothing may be run.
+        With ``patience``, in seconds, it takes hardly longer than that: what it returns then, if
+        anything, does the rest, and may be called in another thread.
+
+        Raises:
+            psycopg.Error: it could not be committed; nothing of it may be run.
         """
         if not self._is_direct:
-            return _finished
+            return None
         first = batch[0].values
         ids = [claimed.task_id for claimed in batch]
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
         values = self._values(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
-        return partial(self._finish, values, self._send(values, 0.0))
+        if patience is None:
+            self._write_surely(values)
+            return None
+        return self._write_soon(values, patience)
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
@@ -266,33 +267,24 @@ class Presence:
         else:
             self._flying.discard(values["lane"])
 
-    def _send(self, values: dict[str, Any], patience: float) -> bool:
-        """Send a lane's row to where it was last; the lock is ours then, until it is read."""
-        if values["lane"] not in self._places or not self._lock.acquire(timeout=patience):
-            return False
+    def _write_soon(self, values: dict[str, Any], patience: float) -> Callable[[], None] | None:
+        """Write a lane's row where it was last; return what is to be done if that takes longer."""
+        surely = partial(self._write_surely, values)
+        place = self._places.get(values["lane"])
+        if place is None or not self._lock.acquire(timeout=patience):
+            return surely
+        note = self._note_in_place
         try:
-            place = self._places[values["lane"]]
-            given = self._note_in_place.parameters({**values, "place": place})
-            self._driver.pgconn.send_query_prepared(self._note_in_place.name, given)
-        except (KeyError, psycopg.Error):  # there is another connection, or has to be
-            self._lock.release()
-            return False
-        return True
-
-    def _finish(
-        self, values: dict[str, Any], is_sent: bool, patience: float | None
-    ) -> Callable[[], None] | None:
-        """See to it that a lane's row is written; return what is to be done if it takes longer."""
-        if patience is None:
-            (self._read_surely if is_sent else self._write_surely)(values)
-            return None
-        if not (is_sent or self._send(values, patience)):
-            return partial(self._write_surely, values)
-        try:
-            is_there = answers_within(self._driver.pgconn, patience)
+            pgconn = self._driver.pgconn
+            given = note.parameters({**values, "place": place})
+            pgconn.send_query_prepared(note.name, given)
+            is_there = answers_within(pgconn, patience)
         except psycopg.Error:
-            is_there = True  # it is lost, which reading will tell
-        return self._read(values) if is_there else partial(self._read_surely, values)
+            self._lock.release()
+            return surely  # which makes another connection
+        if is_there:
+            return self._read(values)
+        return partial(self._read_surely, values)
 
     def _read_surely(self, values: dict[str, Any]) -> None:
         rest = self._read(values)

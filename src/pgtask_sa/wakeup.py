@@ -338,7 +338,7 @@ class Listener(threading.Thread):
 
     def _poll(self, connection: Connection) -> None:
         """Look for work without a lock; ring if there is some, and plan the next look."""
-        ready, seconds = self._lookout.look(partial(self._ask, connection), self.roster.all())
+        ready, seconds = self._look(connection)
         if ready:
             self.bell.ring()
             if self._polling and not self._found:
@@ -351,6 +351,10 @@ class Listener(threading.Thread):
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
         longest = min(RUNNING_POLL, self._longest) if ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
+
+    def _look(self, connection: Connection) -> tuple[bool, float | None]:
+        """Say whether something is ready, and in how many seconds the next task falls due."""
+        return self._lookout.look(partial(self._ask, connection), self.roster.all())
 
     def _ask(
         self, connection: Connection, statement: Executable, given: Mapping[str, Any]

@@ -51,7 +51,7 @@ class Drain:
 def drain(url: str, tally: Tally, spent: Any, *, lanes: int, batch: int, noted: bool) -> None:
     """Run what waits, in a process of its own."""
     if not noted:
-        Presence.note = lambda *_: lambda _patience: None  # type: ignore[method-assign]
+        Presence.note = lambda *_: None  # type: ignore[method-assign]
     worker = Worker(handlers(tally), url, concurrency=lanes, batch_size=batch, drain=True)
     before = time.process_time()
     worker.run()

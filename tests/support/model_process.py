@@ -161,10 +161,6 @@ class _Presence(Presence):
             return send()
         return lane.round_trip(self._driver, send, ("note", list(values["task_ids"])))
 
-    def _send(self, values: dict[str, Any], patience: float) -> bool:
-        """Send nothing ahead: a fault is to come before or after a note, not in the middle."""
-        return False
-
     def is_own(self, driver: Any) -> bool:
         """Say whether that is the connection of this entry."""
         return driver is None or driver is self._driver
