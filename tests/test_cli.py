@@ -277,7 +277,14 @@ class TestProblems:
         monkeypatch.setattr(worker.Worker, "run", lambda self: 0)
         result = run("worker", "test_cli:tasks", "--priority", "NOSUCH=1", "PLAIN=2")
         assert 0 == result.code
-        assert "warning: --priority names 'NOSUCH', for which there is no handler" in result.err
+        assert "WARNING priority: there is no handler here for 'NOSUCH'" in result.err
+
+    @pytest.mark.parametrize("style", ["text", "json"])
+    def test_a_log_line_names_its_process(self, run, monkeypatch, style):
+        """With several processes their lines would be the same."""
+        monkeypatch.setattr(worker.Worker, "run", lambda self: self.events.emit("a", "b") or 0)
+        err = run("worker", "test_cli:tasks", "--log-format", style).err
+        assert (f'"process": {os.getpid()},' if style == "json" else f" [{os.getpid()}] ") in err
 
     def test_no_database_is_named(self, run, monkeypatch):
         """Both ways to name it are in the message."""

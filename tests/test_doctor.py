@@ -43,10 +43,12 @@ class Base(DeclarativeBase):
 class Job(TaskMixin, Base):
     __tablename__ = "job"
     tenant: Mapped[int]
+    remark: Mapped[str | None]
 
 
 class DeadJob(DeadTaskMixin, Base):
     __tablename__ = "dead_job"
+    tenant: Mapped[int]
 
 
 registry = TaskRegistry()
@@ -462,11 +464,11 @@ class TestSchema:
         assert "run your migrations (alembic upgrade head)" == found[0].remedy
 
     def test_own_columns(self, url, sql):
-        """The error queue would lose one, and the trial cannot fill it in."""
+        """The error queue would lose one, and the trial cannot fill in another."""
         Base.metadata.create_all(create_engine(url, poolclass=NullPool))
         found = _unwell(url, TaskRegistry(task_class=Job))
         assert [("trial", "warning"), ("own columns", "warning")] == _named(found)
-        assert "dead_job lacks tenant: what is buried loses them" == found[1].message
+        assert "dead_job lacks remark: what is buried loses them" == found[1].message
 
 
 TRIGGER = """

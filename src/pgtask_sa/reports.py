@@ -31,6 +31,7 @@ from sqlalchemy import (
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY, OID
 
+from pgtask_sa.mapping import TASK_COLUMNS
 from pgtask_sa.presence_table import LOCK_CLASS
 from pgtask_sa.rows import quoted
 from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
@@ -132,11 +133,15 @@ def next_in_line(table: Table, now: Now | None = None) -> Select[Any]:
 
 
 def all_waiting(table: Table) -> Select[Any]:
-    """List all tasks with what tests ask about them, in the order of their numbers."""
+    """List all tasks with what tests ask about them, in the order of their numbers.
+
+    Columns of the user's own come last.
+    """
     c = table.c
     kind = cast(c.task_type, Text).label("task_type")
     rest = (c.params, _listed(c.created_at), _listed(c.run_at), c.attempts, c.last_error)
-    return select(c.task_id, kind, *rest).order_by(c.task_id)
+    own = [_listed(column) for column in c if column.name not in TASK_COLUMNS]
+    return select(c.task_id, kind, *rest, c.priority, *own).order_by(c.task_id)
 
 
 def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select[Any]:
