@@ -74,6 +74,7 @@ def _cancel_options(add: Any) -> None:
 def _doctor_options(add: Any) -> None:
     add("--concurrency", type=_count, default=4, metavar="N", help="of the worker (4)")
     add("--processes", type=_count, default=1, metavar="N", help="of all workers together (1)")
+    add("--direct-url", metavar="URL", help="of the worker; default: DATABASE_DIRECT_URL")
 
 
 COMMANDS = {
@@ -128,7 +129,9 @@ COMMANDS = {
     "workers": Command(
         cli_running.workers,
         lambda _: None,
-        "List the workers that are alive, and what each of their lanes runs, for how long.",
+        "List the workers that are alive, and what each of their lanes runs, for how long. Of one "
+        "behind a pooler without a direct URL neither is known, only that it was seen within the "
+        "last minute (in JSON: null).",
         "workers --json",
     ),
     "cancel": Command(

@@ -290,9 +290,17 @@ _WORKERS = [
 ]
 
 
+BLIND = (
+    "unknown: what workers behind a pooler run, and which of those seen in the last minute are "
+    "still alive; give them --direct-url"
+)
+
+
 def print_workers(live: Sequence[Row], gone: Sequence[Row], now: datetime) -> None:
     """Print workers, a line for each lane; those that are gone apart."""
     _print(_WORKERS, [cells for row in live for cells in _lane_cells(row, now)], "no worker runs")
+    if any(row["alive"] is None for row in live):
+        complain(BLIND)
     if gone:
         names = ", ".join(f"{row['host']} pid {row['pid']}" for row in gone)
         say(printable(f"gone, but still noted: {names}"))
@@ -305,7 +313,9 @@ def _lane_cells(worker: Row, now: datetime) -> Iterator[tuple[Any, ...]]:
         who = ("", "", "")
 
 
-def _running(tasks: Sequence[Row]) -> str:
+def _running(tasks: Sequence[Row] | None) -> str:
+    if tasks is None:
+        return "unknown"
     if not tasks:
         return "idle"
     first, more = f"{tasks[0]['task_id']} {tasks[0]['task_type']}", len(tasks) - 1
