@@ -107,16 +107,17 @@ COMMANDS = {
     "requeue": Command(
         cli_commands.requeue,
         _requeue_options,
-        "Bring dead tasks back, with fresh attempts and their old numbers. Those that somebody "
-        "else has locked are left. Exit code 1 when nothing was brought back.",
+        "Bring dead tasks back, with fresh attempts and their old numbers. They are ready at once, "
+        "also one that was planned for later when it was cancelled. Those that somebody else has "
+        "locked are left. Exit code 1 when nothing was brought back.",
         "requeue 4711 4712",
     ),
     "stats": Command(
         cli_commands.stats,
         lambda _: None,
-        "Count tasks by type: ready (also those that run in a transaction), planned for later, "
-        "leased to a running handler, retrying (of the first two, those that failed before), "
-        "dead. Reads both tables whole.",
+        "Count tasks by type: ready, running in a transaction, planned for later, leased to a "
+        "running handler, retrying (of the first three, those that failed before), dead. Reads "
+        "both tables whole.",
         "stats --json",
     ),
     "enqueue": Command(

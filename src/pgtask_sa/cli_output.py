@@ -221,6 +221,8 @@ def print_waiting(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
 def _state(row: Row, now: datetime) -> str:
     """Say when a task is due; of one that is leased to a handler the time is the lease's end."""
     when = due(row["run_at"], now)
+    if when == "now" and row.get("running") is True:
+        return "running"
     return "leased" if row["lease_token"] is not None and when != "now" else when
 
 
@@ -258,7 +260,8 @@ def print_whole(row: Row) -> None:
 def print_requeued(done: Mapping[str, Sequence[int]]) -> None:
     """Say how many tasks came back, and which did not."""
     count = len(done["requeued"])
-    say("1 task is back" if count == 1 else f"{count:,} tasks are back")
+    ready = ", ready now (planned times are not kept)" if count else ""
+    say(f"1 task is back{ready}" if count == 1 else f"{count:,} tasks are back{ready}")
     for key, problem in (
         ("merged", "not needed, an equal task waits"),
         ("locked", "held by somebody else, try again"),
