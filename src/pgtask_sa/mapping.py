@@ -67,7 +67,8 @@ class TaskMixin:
 
     Add columns, change the table name and schema, make ``task_type`` a native enum or ``params``
     an HSTORE by declaring the column again, add a ``UniqueConstraint("task_type", "params")``.
-    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up.
+    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up. Columns that
+    you add belong there, too.
     ``__fair_by__ = "tenant_id"`` adds the index by which workers give equal turns to the values of
     that column (``Worker(.., fair_by=Job.tenant_id)``).
 
@@ -122,7 +123,8 @@ class DeadTaskMixin:
 
     The same shape as the task table, plus ``reason`` (``failed``, ``discarded``, ..) and
     ``buried_at``. Columns that you added to your task class and that exist here by the same name
-    are carried along.
+    are carried along; the others are lost with the burial. One that is NOT NULL without a server
+    default must exist here: else nothing could be brought back, and a worker refuses to begin.
 
     Example:
         >>> from sqlalchemy.orm import DeclarativeBase
