@@ -67,8 +67,8 @@ class TaskMixin:
 
     Add columns, change the table name and schema, make ``task_type`` a native enum or ``params``
     an HSTORE by declaring the column again, add a ``UniqueConstraint("task_type", "params")``.
-    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up. Columns that
-    you add belong there, too.
+    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up. Columns
+    that you add belong there, too.
     ``__fair_by__ = "tenant_id"`` adds the index by which workers give equal turns to the values of
     that column (``Worker(.., fair_by=Job.tenant_id)``).
 
