@@ -276,9 +276,11 @@ class TestProblems:
     def test_priority_of_a_type_without_handler(self, run, monkeypatch):
         """It has no effect, which is worth a line; another worker may know the type."""
         monkeypatch.setattr(worker.Worker, "run", lambda self: 0)
-        result = run("worker", "test_cli:tasks", "--priority", "NOSUCH=1", "PLAIN=2")
+        options = ("--priority", "NOSUCH=1", "PLAIN=2", "--weight", "NOR_THIS=2")
+        result = run("worker", "test_cli:tasks", *options)
         assert 0 == result.code
         assert "WARNING priority: there is no handler here for 'NOSUCH'" in result.err
+        assert "WARNING weights: there is no handler here for 'NOR_THIS'" in result.err
 
     @pytest.mark.parametrize("style", ["text", "json"])
     def test_a_log_line_names_its_process(self, run, monkeypatch, style):
