@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Engine
 
 SOURCE = Path(pgtask_sa.__file__).parents[1]
+READY = ", ready now (planned times are not kept)"
 ERROR = "ValueError: no such user\n  at shop/tasks.py:7 in send"
 
 
@@ -275,9 +276,18 @@ class TestProblems:
     def test_priority_of_a_type_without_handler(self, run, monkeypatch):
         """It has no effect, which is worth a line; another worker may know the type."""
         monkeypatch.setattr(worker.Worker, "run", lambda self: 0)
-        result = run("worker", "test_cli:tasks", "--priority", "NOSUCH=1", "PLAIN=2")
+        options = ("--priority", "NOSUCH=1", "PLAIN=2", "--weight", "NOR_THIS=2")
+        result = run("worker", "test_cli:tasks", *options)
         assert 0 == result.code
-        assert "warning: --priority names 'NOSUCH', for which there is no handler" in result.err
+        assert "WARNING priority: there is no handler here for 'NOSUCH'" in result.err
+        assert "WARNING weights: there is no handler here for 'NOR_THIS'" in result.err
+
+    @pytest.mark.parametrize("style", ["text", "json"])
+    def test_a_log_line_names_its_process(self, run, monkeypatch, style):
+        """With several processes their lines would be the same."""
+        monkeypatch.setattr(worker.Worker, "run", lambda self: self.events.emit("a", "b") or 0)
+        err = run("worker", "test_cli:tasks", "--log-format", style).err
+        assert (f'"process": {os.getpid()},' if style == "json" else f" [{os.getpid()}] ") in err
 
     def test_no_database_is_named(self, run, monkeypatch):
         """Both ways to name it are in the message."""
@@ -473,6 +483,21 @@ class TestList:
         assert "" == run("list", "--type", "B", "--limit", "3").err
         assert 2 == run("list", "--limit", "0").code
 
+    def test_what_runs_in_a_transaction(self, run, session, engine):
+        """Its row is there until the commit; who deletes it, has not ended."""
+        session.enqueue_many("A", [{}] * 3)
+        session.commit()
+        with engine.connect() as rolled_back:
+            rolled_back.execute(text("delete from task"))
+        with engine.connect() as claim:
+            claim.execute(text("delete from task where task_id = 2"))
+            states = [re.split("  +", line)[4] for line in run("list").lines[1:]]
+            assert ["now", "running", "now"] == states
+            listed = run("list", "--json").document["tasks"]
+            assert [False, True, False] == [task["running"] for task in listed]
+            [counted] = run("stats", "--json").document["types"]
+            assert (2, 1) == (counted["ready"], counted["running"])
+
     def test_a_lease(self, run, session):
         """A task that runs in leased mode is not due at the end of its lease."""
         session.enqueue_many("A", [{}] * 2)
@@ -500,6 +525,7 @@ class TestList:
             "last_error": None,
             "lease_token": None,
             "priority": 0,
+            "running": False,
         } == {key: task[key] for key in task if key not in ("created_at", "run_at")}
         assert datetime.fromisoformat(task["created_at"]) < datetime.fromisoformat(task["run_at"])
 
@@ -582,7 +608,7 @@ class TestRequeue:
         """They keep their numbers and get fresh attempts; a number that is not there is named."""
         _bury(session, 7, 8, 9)
         result = run("requeue", "7", "9", "11")
-        assert (0, "2 tasks are back\n", "not in the error queue: 11\n") == result
+        assert (0, f"2 tasks are back{READY}\n", "not in the error queue: 11\n") == result
         assert [(7, 0), (9, 0)] == _waiting(session)
         assert [8] == _dead_ids(session)
 
@@ -595,14 +621,14 @@ class TestRequeue:
         """All dead tasks of one type."""
         _bury(session, 1, 2)
         _bury(session, 3, task_type="B")
-        assert (0, "1 task is back\n", "") == run("requeue", "--type", "B")
+        assert (0, f"1 task is back{READY}\n", "") == run("requeue", "--type", "B")
         assert [1, 2] == _dead_ids(session)
 
     def test_all_in_batches(self, run, session, monkeypatch):
         """A long queue comes back in several transactions, each task once."""
         monkeypatch.setattr(cli_commands, "BATCH", 2)
         _bury(session, *range(1, 6))
-        assert (0, "5 tasks are back\n", "") == run("requeue", "--all")
+        assert (0, f"5 tasks are back{READY}\n", "") == run("requeue", "--all")
         assert [(n, 0) for n in range(1, 6)] == _waiting(session)
         assert [] == _dead_ids(session)
 
@@ -624,7 +650,7 @@ class TestRequeue:
             assert (1, "0 tasks are back\n") == result[:2]
             assert "held by somebody else, try again: 7\n" == result.err
         else:
-            assert (0, "1 task is back\n") == result[:2]
+            assert (0, f"1 task is back{READY}\n") == result[:2]
         assert 7 in _dead_ids(session)
 
     def test_an_equal_task_waits(self, run, session, job_tables):
@@ -685,11 +711,11 @@ class TestStats:
         _bury(session, 100, task_type="C")
         rows = [re.split(r" {2,}", line.strip()) for line in run("stats").lines]
         assert [
-            ["TYPE", "READY", "PLANNED", "LEASED", "RETRYING", "DEAD", "OLDEST READY"],
-            ["A", "3", "0", "0", "1", "0", "3 h"],
-            ["B", "0", "1", "0", "0", "0"],
-            ["C", "0", "0", "0", "0", "1"],
-            ["LONG", "0", "0", "1", "0", "0"],
+            ["TYPE", "READY", "RUNNING", "PLANNED", "LEASED", "RETRYING", "DEAD", "OLDEST READY"],
+            ["A", "3", "0", "0", "0", "1", "0", "3 h"],
+            ["B", "0", "0", "1", "0", "0", "0"],
+            ["C", "0", "0", "0", "0", "0", "1"],
+            ["LONG", "0", "0", "0", "1", "0", "0"],
         ] == rows
 
     def test_tells_programs(self, run, session):
@@ -697,7 +723,7 @@ class TestStats:
         session.enqueue("A")
         session.commit()
         [entry] = run("stats", "--json").document["types"]
-        counts = {"ready": 1, "planned": 0, "leased": 0, "retrying": 0, "dead": 0}
+        counts = {"ready": 1, "running": 0, "planned": 0, "leased": 0, "retrying": 0, "dead": 0}
         assert {"task_type": "A", **counts} == {
             key: entry[key] for key in entry if key != "oldest_seconds"
         }

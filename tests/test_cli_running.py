@@ -113,8 +113,11 @@ class TestWorkers:
         assert [{"task_id": 1, "task_type": "MAIL", "leased": True}] == lane["tasks"]
 
     @pytest.mark.parametrize(("seconds", "is_alive"), [(50, True), (70, False)])
-    def test_behind_a_pooler(self, document, engine, seconds, is_alive):
-        """Without a lock it counts when the worker was last seen."""
+    def test_behind_a_pooler(self, document, run, engine, seconds, is_alive):
+        """Without a lock it counts when the worker was last seen; no more is claimed to be known.
+
+        Nobody notes what its lanes run.
+        """
         with engine.connect() as connection:
             noting.write_lane(connection, is_direct=False)
             late = f"update task_worker set seen_at = now() - interval '{seconds} s'"
@@ -122,6 +125,13 @@ class TestWorkers:
             connection.commit()
         found = document("workers")
         assert (int(is_alive), int(not is_alive)) == (len(found["workers"]), len(found["gone"]))
+        (entry,) = found["workers"] + found["gone"]
+        assert (None if is_alive else False, None) == (entry["alive"], entry["lanes"][0]["tasks"])
+        _, out, err = run("workers")
+        assert (is_alive, is_alive) == (
+            bool(re.search(r"1 +unknown", out)),
+            "give them --direct-url" in err,
+        )
 
     def test_gone(self, run, document, engine, held):
         """A worker whose lock is free is shown apart, and runs nothing."""

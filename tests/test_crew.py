@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from running import Running
 from sqlalchemy import create_engine, text
 from waiting import SOON, let_pass
 
-from pgtask_sa import wakeup
+from pgtask_sa import Worker, wakeup
 from pgtask_sa.events import Events
 from pgtask_sa.lanes import Trouble
 from pgtask_sa.loops import Helpers
@@ -255,3 +256,36 @@ def test_an_announcement_that_is_lost(db_url, monkeypatch):
             let_pass(0.5)
             running.enqueue("A")
             assert began.wait(SOON)
+
+
+# -- the garbage collector -------------------------------------------------------------------
+
+
+def test_what_the_garbage_collector_looks_through(db_url):
+    """Not what stays, in a process that serves the worker; afterwards it is as it was."""
+    running, frozen = Running(db_url), []
+
+    @running.tasks.handler("A")
+    def look(session, params):
+        frozen.append(gc.get_freeze_count())
+        worker.stop()
+
+    worker = Worker(running.tasks, running.url)
+    running.enqueue("A")
+    assert 0 == gc.get_freeze_count()
+    worker.run()
+    assert (True, 0) == (frozen[0] > 10_000, gc.get_freeze_count())
+
+
+def test_a_worker_in_a_thread_leaves_the_garbage_collector_alone(db_url):
+    """The process is somebody else's."""
+    running, frozen = Running(db_url), []
+
+    @running.tasks.handler("A")
+    def look(session, params):
+        frozen.append(gc.get_freeze_count())
+
+    running.enqueue("A")
+    with running:
+        running.until_empty()
+    assert [0] == frozen

@@ -43,10 +43,12 @@ class Base(DeclarativeBase):
 class Job(TaskMixin, Base):
     __tablename__ = "job"
     tenant: Mapped[int]
+    remark: Mapped[str | None]
 
 
 class DeadJob(DeadTaskMixin, Base):
     __tablename__ = "dead_job"
+    tenant: Mapped[int]
 
 
 registry = TaskRegistry()
@@ -166,9 +168,9 @@ class TestAllWell:
         """On a sound server with migrated tables every check is ok, and made."""
         findings = _examined(url)
         assert [] == [found for found in findings if found.level != "ok"]
-        expected = "server writable durability isolation timeouts connections clock autovacuum"
-        expected += " prepared snapshots slots revision dangers foreign-keys triggers rights trial"
-        expected += " own-columns indexes wake-up storage dead-rows workers"
+        expected = "server pooler writable durability isolation timeouts connections clock"
+        expected += " autovacuum prepared snapshots slots revision dangers foreign-keys triggers"
+        expected += " rights trial own-columns indexes wake-up storage dead-rows workers"
         assert expected.split() == [found.name.replace(" ", "-") for found in findings]
         assert [] == _dangers(url)
 
@@ -462,11 +464,11 @@ class TestSchema:
         assert "run your migrations (alembic upgrade head)" == found[0].remedy
 
     def test_own_columns(self, url, sql):
-        """The error queue would lose one, and the trial cannot fill it in."""
+        """The error queue would lose one, and the trial cannot fill in another."""
         Base.metadata.create_all(create_engine(url, poolclass=NullPool))
         found = _unwell(url, TaskRegistry(task_class=Job))
         assert [("trial", "warning"), ("own columns", "warning")] == _named(found)
-        assert "dead_job lacks tenant: what is buried loses them" == found[1].message
+        assert "dead_job lacks remark: what is buried loses them" == found[1].message
 
 
 TRIGGER = """
@@ -648,6 +650,23 @@ class TestTables:
             noting.write_lane(connection, worker_id=5)
             found = {found.name: found for found in _examined(url)}
         assert "1 alive; 1 gone, whose rows are still there" == found["workers"].message
+
+    def test_workers_behind_a_pooler(self, url, admin):
+        """It is said what they cannot do, and what helps."""
+        noting.write_lane(admin, is_direct=False)
+        (found,) = _unwell(url)
+        assert ("workers", "warning") == (found.name, found.level)
+        assert found.message.startswith(
+            "1 behind a pooler, without a direct URL: a task that kills"
+        )
+        assert "--direct-url" in found.remedy
+
+
+@pytest.mark.parametrize(("has_direct_url", "level"), [(False, "warning"), (True, "ok")])
+def test_behind_a_pooler(pooler, direct_db_url, has_direct_url, level):
+    """Workers that go the same way keep some promises only with a direct URL."""
+    found = _examined(pooler.url(direct_db_url), has_direct_url=has_direct_url)
+    assert [level] == [each.level for each in found if each.name == "pooler"]
 
 
 def test_a_check_that_cannot_be_made(url, role, sql):

@@ -236,6 +236,26 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
         register(with_option, **options)
 
 
+@pytest.mark.parametrize("timeout", [0, 0.0, -1, timedelta(0)])
+def test_a_timeout_of_nothing_is_refused(timeout: Any) -> None:
+    """The message quotes what was given."""
+    with pytest.raises(ConfigurationError) as caught:
+        register(with_option, timeout=timeout)
+
+    problem = "over 0" if timeout != -1 else "0 or more"
+    assert f"timeout must be {problem} seconds, got {timeout!r}" == str(caught.value)
+
+
+def test_a_decorator_without_its_type_says_what_to_write() -> None:
+    """It is given the function in place of the type."""
+    with pytest.raises(HandlerError) as caught:
+        TaskRegistry().handler(with_option)  # type: ignore[arg-type]
+
+    assert 'write @tasks.handler("NAME") above with_option: its task type is missing' == str(
+        caught.value
+    )
+
+
 def test_options_are_kept() -> None:
     """Attempts, backoff and timeout are what the worker will read."""
     handler = register(with_option, max_attempts=3, backoff=5, timeout=timedelta(minutes=1))

@@ -10,8 +10,10 @@ from faces import committed
 from sqlalchemy import (
     BigInteger,
     Column,
+    Computed,
     Engine,
     ForeignKey,
+    Integer,
     MetaData,
     Table,
     Text,
@@ -39,6 +41,7 @@ from pgtask_sa import (
     TaskMixin,
     TaskRegistry,
     TaskSession,
+    Worker,
 )
 from pgtask_sa.labels import task_label
 from pgtask_sa.mapping import dead_task_class, index_name, mapped_table, task_table
@@ -337,6 +340,47 @@ def test_dataclass_is_refused() -> None:
 
         class Job(MappedAsDataclass, TaskMixin, Base):
             __tablename__ = "job"
+
+
+def _pair(in_task: Column[Any], in_dead: list[Column[Any]]) -> type[Any]:
+    """Map a task class with a column of its own, and its error queue; return the first."""
+
+    class Base(DeclarativeBase):
+        pass
+
+    class Job(TaskMixin, Base):
+        __table_args__ = (in_task,)
+        __tablename__ = "job"
+
+    class DeadJob(DeadTaskMixin, Base):
+        __table_args__ = tuple(in_dead)
+        __tablename__ = "dead_job"
+
+    return Job
+
+
+def test_an_error_queue_from_which_nothing_could_come_back_is_refused() -> None:
+    """The worker, the tests and the commands refuse it, before anything was buried there."""
+    job = _pair(Column("tenant_id", Integer, nullable=False, default=1), [])
+    tasks = TaskRegistry(task_class=job)
+    tasks.handler("A")(lambda session, params: None)
+
+    with pytest.raises(ConfigurationError, match=r"Job.tenant_id is NOT NULL .* Add the column to"):
+        Worker(tasks, "postgresql://localhost/none")
+
+
+@pytest.mark.parametrize(
+    ("in_task", "in_dead"),
+    [
+        (Column("tenant_id", Integer), []),
+        (Column("tenant_id", Integer, nullable=False, server_default=text("0")), []),
+        (Column("tenant_id", Integer, Computed("1"), nullable=False), []),
+        (Column("tenant_id", Integer, nullable=False), [Column("tenant_id", Integer)]),
+    ],
+)
+def test_what_an_error_queue_may_do_without(in_task: Column[Any], in_dead: list[Any]) -> None:
+    """What may be null or has a value by itself is no reason to refuse."""
+    assert "DeadJob" == dead_task_class(_pair(in_task, in_dead)).__name__
 
 
 def test_an_incomplete_table_is_refused() -> None:

@@ -291,7 +291,7 @@ def test_a_mapping_is_accepted_where_it_validates() -> None:
         (WelcomeModel, {"usr_id": "nonsense"}, "params.usr_id"),
         (WelcomeModel, {}, "params.usr_id"),
         (WelcomeModel, Address("x", dt.date.today()), "params"),
-        (Welcome, dataclasses.replace(WELCOME, address=Address(3, "x")), "params"),
+        (Welcome, dataclasses.replace(WELCOME, address=Address(3, "x")), "params.address.city"),
         (Welcome, dataclasses.replace(WELCOME, tags=("a", "b\x00")), "params.tags[1]"),
         (dict[str, float], {"a": math.nan}, "params.a"),
         (WelcomeDict, None, "params.usr_id"),
@@ -303,6 +303,26 @@ def test_wrong_typed_params_are_refused_at_the_call(annotation: Any, value: Any,
         codec_for(annotation).dump(value)
 
     assert caught.value.path == path
+
+
+@dataclasses.dataclass
+class Line:
+    order_id: int
+
+
+@dataclasses.dataclass
+class Order:
+    lines: list[Line]
+
+
+@pytest.mark.parametrize("wrong", ["seven", "7"])
+def test_what_was_not_checked_when_it_was_made_is_refused_with_its_path(wrong: Any) -> None:
+    """A dataclass takes anything; the way to it is told, also for what could be converted."""
+    with pytest.raises(ParamsError) as caught:
+        codec_for(Order).dump(Order([Line(1), Line(wrong)]))
+
+    assert "params.lines[1].order_id" == caught.value.path
+    assert wrong not in str(caught.value)
 
 
 def test_stored_params_that_do_not_fit_are_refused_at_load() -> None:

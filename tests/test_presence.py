@@ -12,8 +12,9 @@ from fleet import Fleet
 from leased import Long
 from running import Running
 
+from pgtask_sa import AsyncTaskSession, TaskSession
 from pgtask_sa.admission import Admission
-from pgtask_sa.presence import Deaths
+from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.settle import Claimed
 from pgtask_sa.solitude import Solitary
 
@@ -184,3 +185,41 @@ def test_a_worker_that_lost_its_connection(running, monkeypatch):
         long.release.set()
         running.until_empty()
     assert [1, 1] == long.starts
+
+
+def test_the_first_claims_of_a_worker(running, monkeypatch):
+    """Whether the dead name one of the tasks is known from the beginning, not asked each time."""
+    looked = []
+    monkeypatch.setattr(Presence, "look", lambda _self, batch: looked.append(batch) or {})
+    _transactional(running, released=True)
+    running.enqueue("A")
+    with running:
+        running.until_empty()
+    assert [] == looked
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_session_that_cannot_be_made(db_url, kind):
+    """No lane is kept from noting what it runs by one that got no further."""
+    failures = iter([False] * 2 + [True] * 3)  # once it is known where the lanes' rows are
+
+    def failing(make):
+        def made(*args, **options):
+            if next(failures, False):
+                raise RuntimeError("no session")
+            return make(*args, **options)
+
+        return made
+
+    sessions = {
+        "sync": {"session": failing(TaskSession)},
+        "async": {"async_session": failing(AsyncTaskSession)},
+    }
+    running = Running(db_url, concurrency=2, **sessions[kind])
+    long = Long().register(running, kind, "A", mode="transactional")
+    long.release.set()
+    with running:
+        for _ in range(4):
+            running.enqueue("A")
+            running.until_empty()
+    assert [1] * 4 == long.starts

@@ -330,14 +330,17 @@ USAGE = {
     "process_tasks:tasks --concurrency many": (2, "invalid int value: 'many'"),
     "process_tasks:tasks --batch-size 0": (1, "error: batch_size must be"),
     "process_tasks:tasks --priority ROW": (1, "error: --priority takes TYPE=RANK"),
-    "process_tasks:tasks --priority ROW=x": (1, "rank must be an integer"),
+    "process_tasks:tasks --priority ROW=x": (1, "RANK must be an integer"),
     "process_tasks:tasks --weight ROW": (1, "error: --weight takes TYPE=N"),
-    "process_tasks:tasks --weight ROW=x": (1, "n must be a number"),
+    "process_tasks:tasks --weight ROW=x": (1, "N must be a number"),
     "process_tasks:tasks --weight ROW=-1": (1, "weight of ROW must be a number over 0"),
     "process_tasks:tasks --weight ROW=2 --order random": (1, "weights need the order fair"),
     "process_tasks:tasks --order fifo": (2, "invalid choice: 'fifo'"),
     "process_tasks:tasks --grace -1": (1, "error: grace must be"),
-    "process_tasks:tasks --log-level loud": (1, "error: Unknown level: 'LOUD'"),
+    "process_tasks:tasks --log-level loud": (
+        2,
+        "must be DEBUG, INFO, WARNING, ERROR or CRITICAL, got 'loud'",
+    ),
     "process_tasks:tasks --database-url mysql://x/y": (1, "Postgres database is needed"),
 }
 

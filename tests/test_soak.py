@@ -128,5 +128,5 @@ def test_a_crowd_of_dead_rows_is_not_walked_over(soak: Soak) -> None:
         start = walked(engine)
         done_one_by_one(soak, TRICKLE)
         until_told(engine)
-        assert walked(engine) - start < DEAD * TRICKLE / 10
+        assert walked(engine) - start < DEAD * TRICKLE / 3  # by lottery several times that
         wait_until(lambda: soak.left() == SETTLED)

@@ -113,10 +113,10 @@ def test_statistics(engine: Engine) -> None:
         connection.execute(text(f"with gone as ({gone}) {dead}"))
         found = connection.execute(reports.statistics(TASK, DEAD, at())).all()
         assert [
-            ("A", 3, 4, 0, 1, 0, 120.0),
-            ("FOR EVER", 0, 1, 0, 0, 0, None),
-            ("GONE", 0, 0, 0, 0, 1, None),
-            ("LEASED", 1, 0, 2, 1, 0, 0.0),
+            ("A", 3, 0, 4, 0, 1, 0, 120.0),
+            ("FOR EVER", 0, 0, 1, 0, 0, 0, None),
+            ("GONE", 0, 0, 0, 0, 0, 1, None),
+            ("LEASED", 1, 0, 0, 2, 1, 0, 0.0),
         ] == [tuple(row) for row in found]
 
 

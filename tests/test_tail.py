@@ -336,10 +336,13 @@ def test_a_lookout_finds_what_a_peek_finds(engine: Engine, slow: list[float]) ->
     lookout = Lookout(TASK)
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
 
+        def ask(statement: Any, given: Any) -> Any:
+            return connection.execute(statement, given).mappings().all()
+
         def both() -> list[bool]:
             slow[0] += LAG
             found = connection.execute(peek(TASK), {"types": ["A"]}).one()
-            ready, seconds = lookout.look(connection, ["A"])
+            ready, seconds = lookout.look(ask, ["A"])
             assert (seconds is None) == (found.seconds is None)
             assert seconds is None or abs(seconds - found.seconds) < 5
             return [found.ready, ready]

@@ -628,6 +628,15 @@ class TestWaiting:
         )
         assert task.run_at - task.created_at >= timedelta(seconds=60)
 
+    def test_shows_priority_and_own_columns(self, url):
+        """Columns that the task class adds are there by the name of their attribute."""
+        with TaskSession(create_engine(url, poolclass=NullPool), task_class=Job) as session:
+            session.enqueue("A", tenant="acme", priority=-3)
+            [task] = waiting(session)
+            assert (-3, {"tenant": "acme"}) == (task.priority, task.columns)
+            session.enqueue("A", task_class=Task)
+            assert [(0, {})] == [(each.priority, each.columns) for each in waiting(session, Task)]
+
     def test_takes_the_task_class_of_the_session(self, url):
         """A session made for a task class of the user's own looks there."""
         with TaskSession(create_engine(url, poolclass=NullPool), task_class=Job) as session:

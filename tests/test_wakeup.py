@@ -23,7 +23,7 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.roster import Roster
-from pgtask_sa.wakeup import AFTER_NOTIFY, FEW, Health, Listener
+from pgtask_sa.wakeup import AFTER_NOTIFY, FEW, GIVE_WAY, Health, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +71,25 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
         for i in range(5):
             began = time.monotonic()
             running.enqueue("A", {"i": i})
+            running.until(lambda i=i: running.rows(f"select 1 from began where i = {i}"))
+            assert SOON > time.monotonic() - began
+            running.until_idle()
+
+
+@pytest.mark.direct
+def test_kinds_that_take_turns(db_url):
+    """Neither kind of handler waits for a poll because the other one found something last."""
+    running = _recorder(db_url)
+
+    @running.tasks.handler("B")
+    async def awaited(session, params):
+        await session.execute(text("insert into began (i) values (:i)"), params)
+
+    with running:
+        _asleep(running)
+        for i, kind in enumerate("ABBAAB"):
+            began = time.monotonic()
+            running.enqueue(kind, {"i": i})
             running.until(lambda i=i: running.rows(f"select 1 from began where i = {i}"))
             assert SOON > time.monotonic() - began
             running.until_idle()
@@ -373,10 +392,9 @@ def _intervals(listener: Listener, answers: str) -> list[float]:
     """Return how long it waits after each look that found something ready (1), or nothing (0)."""
     waits = []
     for answer in answers:
-        row = SimpleNamespace(ready=answer == "1", seconds=None)
-        result = SimpleNamespace(one=lambda row=row: row)
+        listener._look = lambda _, ready=answer == "1": (ready, None)
         before = time.monotonic()
-        listener._poll(SimpleNamespace(execute=lambda *_, result=result: result))
+        listener._poll(None)
         waits.append(listener._next_poll - before)
     return waits
 
@@ -408,7 +426,7 @@ def _one_of_many(others: int) -> Listener:
     """Give the listener of a worker that sleeps, beside others; it has no connection."""
     engine = create_engine("postgresql+psycopg://")
     bell = Doorbell({"sync": 1})
-    roster, health = SimpleNamespace(table=None), SimpleNamespace()
+    roster, health = SimpleNamespace(table=Task.__table__), SimpleNamespace()
     listener = Listener(engine, roster, bell, health, idle_interval=60, report_interval=60)
     listener.count_others = lambda: others
     listener._next_poll = math.inf
@@ -431,3 +449,84 @@ def test_one_task_does_not_wake_a_whole_fleet(others):
     else:
         assert 2 <= at_once <= 80  # 24 on the average
         assert 0 < min(later) <= max(later) < AFTER_NOTIFY / 2
+
+
+# -- which lane is woken ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixed() -> SimpleNamespace:
+    """Give a bell with a sleeper of each kind, the async one having found something last."""
+    bell, woken = Doorbell({"sync": 1, "async": 1}), []
+
+    def sleep(kind: str) -> bool:
+        return bell.sleep(kind, lambda: woken.append(kind))
+
+    bell.found("async")
+    assert (True, True) == (sleep("sync"), sleep("async"))
+    return SimpleNamespace(bell=bell, woken=woken, sleep=sleep)
+
+
+def test_the_likely_kind_comes_first(mixed):
+    """The other is woken when that one has found nothing."""
+    assert (True, ["async"]) == (mixed.bell.ring_first(), mixed.woken)
+    mixed.sleep("async")
+    assert ["async", "sync"] == mixed.woken
+
+
+def test_the_other_kind_sleeps_on(mixed):
+    """It is not woken in vain when the first has found the task."""
+    mixed.bell.ring_first()
+    mixed.bell.found("async")
+    mixed.sleep("async")
+    assert ["async"] == mixed.woken
+
+
+def test_a_ring_while_the_likely_kind_is_busy(mixed):
+    """The other is woken at once, and the busy one looks again before it sleeps."""
+    mixed.bell.chain("async")
+    assert (False, ["async", "sync"]) == (mixed.bell.ring_first(), mixed.woken)
+    assert not mixed.sleep("async")
+
+
+def _of_both_kinds(mixed: SimpleNamespace, next_poll: float) -> Listener:
+    listener = _one_of_many(0)
+    listener.bell, listener._next_poll, listener._planned = mixed.bell, next_poll, next_poll
+    return listener
+
+
+def test_a_look_for_a_task_of_the_other_kind(mixed):
+    """Two tasks may come with one notification: soon it is looked whether there is more."""
+    listener = _of_both_kinds(mixed, math.inf)
+    began = time.monotonic()
+    listener._on_work(None, 0)
+    assert GIVE_WAY <= listener._next_poll - began < AFTER_NOTIFY / 2
+
+
+def test_a_look_gives_way_to_a_lane_that_was_woken(mixed):
+    """A look that is due just now is put off for a moment; once, however much else comes."""
+    began = time.monotonic()
+    listener = _of_both_kinds(mixed, began)
+    listener._on_work(None, 0)
+    assert began + GIVE_WAY == listener._next_poll
+    mixed.sleep("async")
+    time.sleep(GIVE_WAY)
+    listener._on_work(None, 0)
+    assert began + GIVE_WAY == listener._next_poll
+
+
+@pytest.mark.direct
+def test_a_notification_that_comes_with_the_answer_to_a_look(db_url):
+    """It is heard: nobody would look at the socket before something else arrives there."""
+    admin = create_engine(db_url, isolation_level="AUTOCOMMIT")
+    with (
+        _listener(db_url, []) as listener,
+        listener.engine.connect() as connection,
+        admin.connect() as other,
+    ):
+        driver = connection.connection.driver_connection
+        listener._set_up(connection, driver, 1)
+        other.execute(text("notify pgtask_1"))
+        select.select([driver.fileno()], [], [], 5)
+        assert ((False, None), True) == (listener._look(connection), listener._notified)
+    admin.dispose()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from itertools import pairwise
 
 import pytest
-from sqlalchemy import Engine, event, literal_column, select, text
+from sqlalchemy import Engine, Float, Numeric, event, literal_column, select, text
 from sweeping import Sweeper
 
 from pgtask_sa import claiming, ground, wire
@@ -43,6 +44,22 @@ def test_statements_that_were_forgotten_one_after_the_other(connection, fetch):
     _driver(connection).execute("deallocate all")
     _driver(connection).commit()
     assert [[{"n": n}] for n in (1, 0, 1, 0)] == [fetch(n) for n in (1, 0, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Float(), 0.5),
+        (Float(asdecimal=True), Decimal("0.5")),
+        (Numeric(), Decimal("0.5")),
+        (Numeric(asdecimal=False), 0.5),
+    ],
+)
+def test_numbers_in_columns_of_the_users_own(connection, kind, expected):
+    """They come as the ORM would give them."""
+    statement = select(literal_column("0.5", kind).cast(kind).label("number"))
+    (row,) = Wired(statement).fetch(connection, {}, keep=True)
+    assert (type(expected), expected) == (type(row["number"]), row["number"])
 
 
 def test_a_statement_that_is_there_against_expectation(connection, fetch):

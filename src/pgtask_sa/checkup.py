@@ -18,6 +18,7 @@ Check: TypeAlias = Callable[[Patient], Iterable[Finding]]
 
 OF_SERVER: Sequence[Check] = (
     server.check_version,
+    server.check_pooler,
     server.check_writable,
     server.check_durability,
     server.check_isolation,

@@ -10,7 +10,7 @@ from sqlalchemy import Row, text
 
 from pgtask_sa.crew import transaction_limit
 from pgtask_sa.doctor import Finding
-from pgtask_sa.patient import Patient, error, ok, warning
+from pgtask_sa.patient import BLIND, GIVE_DIRECT_URL, Patient, error, ok, warning
 
 OLDEST_VERSION = 150_000
 LOOKALIKES = ("CockroachDB", "-YB-", "Redshift", "Materialize", "EnterpriseDB Distributed")
@@ -49,6 +49,18 @@ def judge_version(described: str, number: int) -> Finding:
     if number < OLDEST_VERSION:
         return warning("server", f"{name} was never tried", "use PostgreSQL 15 or newer")
     return ok("server", name)
+
+
+def check_pooler(patient: Patient) -> Iterator[Finding]:
+    """Find out whether a pooler lies between, as workers do: it invents the process id it tells."""
+    driver: Any = patient.connection.connection.driver_connection
+    told, true = driver.info.backend_pid, patient.connection.scalar(text("select pg_backend_pid()"))
+    if told == true:
+        yield ok("pooler", "there is none between")
+    elif patient.has_direct_url:
+        yield ok("pooler", "there is one between, and workers have a direct URL")
+    else:
+        yield warning("pooler", f"there is one between: {BLIND}", GIVE_DIRECT_URL)
 
 
 def check_writable(patient: Patient) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from pgtask_sa import doctor, migrations, reports
 from pgtask_sa.autogenerate import VERSION_TABLE
 from pgtask_sa.doctor import Finding
 from pgtask_sa.mapping import STORAGE, Task, is_partitioned, mapped_table
-from pgtask_sa.patient import Patient, error, ok, warning
+from pgtask_sa.patient import BLIND, GIVE_DIRECT_URL, Patient, error, ok, warning
 from pgtask_sa.presence_table import WORKER_STORAGE, worker_table
 from pgtask_sa.triggers import wakeup_name
 
@@ -246,10 +246,14 @@ def check_dead_rows(patient: Patient) -> Iterator[Finding]:
 
 def check_workers(patient: Patient) -> Iterator[Finding]:
     """Count the workers."""
-    rows = patient.connection.execute(reports.lanes(worker_table(patient.tables.task)))
-    alive: dict[int, bool] = {}
-    for row in rows:
-        alive[row.worker_id] = alive.get(row.worker_id, False) or row.alive
-    live, gone = sum(alive.values()), len(alive) - sum(alive.values())
+    lanes = patient.connection.execute(reports.lanes(worker_table(patient.tables.task))).all()
+    every = {lane.worker_id for lane in lanes}
+    direct = {lane.worker_id for lane in lanes if lane.alive and lane.is_direct}
+    pooled = {lane.worker_id for lane in lanes if lane.alive} - direct
+    gone = len(every) - len(direct | pooled)
     note = f"; {gone} gone, whose rows are still there" if gone else ""
-    yield ok("workers", f"{live} alive{note}")
+    if pooled:
+        problem = f"{len(pooled)} behind a pooler, without a direct URL: {BLIND}"
+        yield warning("workers", problem, GIVE_DIRECT_URL)
+    if direct or not pooled:
+        yield ok("workers", f"{len(direct)} alive{note}")

@@ -19,7 +19,7 @@ from pgtask_sa.errors import TaskError
 from pgtask_sa.ground import OPEN, Ground
 from pgtask_sa.settle import Claimed, Tables
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wire import Command, Wired, exchange
+from pgtask_sa.wire import AllWired, Command, exchange
 
 # Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
@@ -44,7 +44,7 @@ class Claiming:
         self.tables = tables
         self.full = False
         self.expects_writes = False
-        self._wired: dict[Executable, Wired] = {}
+        self._wired = AllWired()
         self._asks: Iterator[Ask] | None = None  # begun with a claim that was sent ahead
         self._ahead: list[dict[str, Any]] | None = None  # and what it took
 
@@ -87,7 +87,7 @@ class Claiming:
     def _fetch(
         self, statement: Executable, parameters: Mapping[str, Any]
     ) -> Sequence[Mapping[Any, Any]]:
-        wired, after = self._wire(statement), self._savepoint()
+        wired, after = self._wired[statement], self._savepoint()
         rows = wired.fetch(
             self.connection,
             parameters,
@@ -98,12 +98,6 @@ class Claiming:
         )
         self._note(after)
         return rows
-
-    def _wire(self, statement: Executable) -> Wired:
-        wired = self._wired.get(statement)
-        if wired is None:
-            wired = self._wired[statement] = Wired(statement)
-        return wired
 
     def _replan(self) -> list[bytes]:
         # through a pooler nothing is prepared, and the plans are not ours to discard
@@ -123,7 +117,7 @@ class Claiming:
         asks = self.claimer.statements()
         statement, parameters = next(asks)
         self.claimer.sent_along()
-        wired, driver = self._wire(statement), self.connection.connection.driver_connection
+        wired, driver = self._wired[statement], self.connection.connection.driver_connection
         end = [Command(each.encode()) for each in ends]
         replan, after = map(Command, self._replan()), self._savepoint()
         own = wired.commands(driver, wired.parameters(parameters), keep=True)

@@ -74,6 +74,7 @@ def _cancel_options(add: Any) -> None:
 def _doctor_options(add: Any) -> None:
     add("--concurrency", type=_count, default=4, metavar="N", help="of the worker (4)")
     add("--processes", type=_count, default=1, metavar="N", help="of all workers together (1)")
+    add("--direct-url", metavar="URL", help="of the worker; default: DATABASE_DIRECT_URL")
 
 
 COMMANDS = {
@@ -106,16 +107,17 @@ COMMANDS = {
     "requeue": Command(
         cli_commands.requeue,
         _requeue_options,
-        "Bring dead tasks back, with fresh attempts and their old numbers. Those that somebody "
-        "else has locked are left. Exit code 1 when nothing was brought back.",
+        "Bring dead tasks back, with fresh attempts and their old numbers. They are ready at once, "
+        "also one that was planned for later when it was cancelled. Those that somebody else has "
+        "locked are left. Exit code 1 when nothing was brought back.",
         "requeue 4711 4712",
     ),
     "stats": Command(
         cli_commands.stats,
         lambda _: None,
-        "Count tasks by type: ready (also those that run in a transaction), planned for later, "
-        "leased to a running handler, retrying (of the first two, those that failed before), "
-        "dead. Reads both tables whole.",
+        "Count tasks by type: ready, running in a transaction, planned for later, leased to a "
+        "running handler, retrying (of the first three, those that failed before), dead. Reads "
+        "both tables whole.",
         "stats --json",
     ),
     "enqueue": Command(
@@ -128,7 +130,9 @@ COMMANDS = {
     "workers": Command(
         cli_running.workers,
         lambda _: None,
-        "List the workers that are alive, and what each of their lanes runs, for how long.",
+        "List the workers that are alive, and what each of their lanes runs, for how long. Of one "
+        "behind a pooler without a direct URL neither is known, only that it was seen within the "
+        "last minute (in JSON: null).",
         "workers --json",
     ),
     "cancel": Command(

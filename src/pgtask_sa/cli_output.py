@@ -221,6 +221,8 @@ def print_waiting(rows: Sequence[Row], now: datetime, *, more: bool) -> None:
 def _state(row: Row, now: datetime) -> str:
     """Say when a task is due; of one that is leased to a handler the time is the lease's end."""
     when = due(row["run_at"], now)
+    if when == "now" and row.get("running") is True:
+        return "running"
     return "leased" if row["lease_token"] is not None and when != "now" else when
 
 
@@ -258,7 +260,8 @@ def print_whole(row: Row) -> None:
 def print_requeued(done: Mapping[str, Sequence[int]]) -> None:
     """Say how many tasks came back, and which did not."""
     count = len(done["requeued"])
-    say("1 task is back" if count == 1 else f"{count:,} tasks are back")
+    ready = ", ready now (planned times are not kept)" if count else ""
+    say(f"1 task is back{ready}" if count == 1 else f"{count:,} tasks are back{ready}")
     for key, problem in (
         ("merged", "not needed, an equal task waits"),
         ("locked", "held by somebody else, try again"),
@@ -290,9 +293,17 @@ _WORKERS = [
 ]
 
 
+BLIND = (
+    "unknown: what workers behind a pooler run, and which of those seen in the last minute are "
+    "still alive; give them --direct-url"
+)
+
+
 def print_workers(live: Sequence[Row], gone: Sequence[Row], now: datetime) -> None:
     """Print workers, a line for each lane; those that are gone apart."""
     _print(_WORKERS, [cells for row in live for cells in _lane_cells(row, now)], "no worker runs")
+    if any(row["alive"] is None for row in live):
+        complain(BLIND)
     if gone:
         names = ", ".join(f"{row['host']} pid {row['pid']}" for row in gone)
         say(printable(f"gone, but still noted: {names}"))
@@ -305,7 +316,9 @@ def _lane_cells(worker: Row, now: datetime) -> Iterator[tuple[Any, ...]]:
         who = ("", "", "")
 
 
-def _running(tasks: Sequence[Row]) -> str:
+def _running(tasks: Sequence[Row] | None) -> str:
+    if tasks is None:
+        return "unknown"
     if not tasks:
         return "idle"
     first, more = f"{tasks[0]['task_id']} {tasks[0]['task_type']}", len(tasks) - 1

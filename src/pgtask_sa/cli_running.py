@@ -17,6 +17,7 @@ from pgtask_sa.checkup import examine, worst
 from pgtask_sa.cli_commands import EXIT_FAILED, EXIT_OK, Place
 from pgtask_sa.crew import SIDE_CONNECTIONS
 from pgtask_sa.doctor import Finding
+from pgtask_sa.engines import given_direct_url
 from pgtask_sa.mapping import Task
 from pgtask_sa.patient import Patient
 from pgtask_sa.presence_table import worker_table
@@ -34,8 +35,8 @@ def workers(place: Place) -> int:
     listed = [
         _worker(list(lanes), tasks, now) for _, lanes in groupby(found, lambda r: r["worker_id"])
     ]
-    live = [worker for worker in listed if worker["alive"]]
-    gone = [worker for worker in listed if not worker["alive"]]
+    live = [worker for worker in listed if worker["alive"] is not False]
+    gone = [worker for worker in listed if worker["alive"] is False]
     if place.json:
         out.print_json({"workers": live, "gone": gone})
     else:
@@ -50,15 +51,17 @@ def _noted_tasks(connection: Connection, place: Place, lanes: Any) -> Mapping[in
 
 
 def _worker(lanes: list[RowMapping], tasks: Mapping[int, RowMapping], now: Any) -> dict[str, Any]:
-    """Make one entry of the rows of one worker."""
+    """Make one entry of the rows of one worker; through a pooler much of it is not known: None."""
     latest = max(lanes, key=lambda lane: lane["seen_at"])
     entry = {name: latest[name] for name in WORKER_COLUMNS}
-    alive = any(lane["alive"] for lane in lanes)
+    alive = (True if latest["is_direct"] else None) if any(n["alive"] for n in lanes) else False
     return {**entry, "alive": alive, "lanes": [_lane(lane, tasks, now) for lane in lanes]}
 
 
 def _lane(lane: RowMapping, tasks: Mapping[int, RowMapping], now: Any) -> dict[str, Any]:
     running = running_in(lane, tasks)
+    if not lane["is_direct"]:
+        return {"lane": lane["lane"], "tasks": None, "begun_at": None, "seconds": None}
     begun = lane["begun_at"] if running else None
     seconds = None if begun is None else round((now - begun).total_seconds(), 3)
     listed = [
@@ -112,4 +115,5 @@ def _patient(place: Place, connection: Connection) -> Patient:
     handlers = place.registry.handlers if place.registry else {}
     kinds = len({handler.is_async for handler in handlers.values()}) or 1
     need = options.processes * (options.concurrency * kinds + SIDE_CONNECTIONS)
-    return Patient(connection, Tables(place.task_class), handlers, connections=need)
+    tables, is_direct = Tables(place.task_class), given_direct_url(options.direct_url) is not None
+    return Patient(connection, tables, handlers, connections=need, has_direct_url=is_direct)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -99,13 +100,30 @@ class ParamsCodec:
 
 
 def _json_form(adapter: pydantic.TypeAdapter[Any], instance: Any, path: str) -> dict[str, Any]:
-    raw = adapter.dump_python(
-        instance, mode="json", by_alias=True, round_trip=True, warnings="error"
-    )
+    dump = partial(adapter.dump_python, instance, mode="json", by_alias=True, round_trip=True)
+    try:
+        raw = dump(warnings="error")
+    except PydanticSerializationError:
+        _find_misfit(adapter, lambda: dump(warnings="none"))
+        raise
     if not isinstance(raw, dict):
         problem = f"must be a JSON object, {kind_of(instance)} becomes {kind_of(raw)}"
         raise ParamsError(path, problem)
     return raw
+
+
+def _find_misfit(adapter: pydantic.TypeAdapter[Any], dump: Callable[[], Any]) -> None:
+    """Raise the error that names the way to the value that does not fit, if there is one.
+
+    The serializer, which objects to it, does not know the way. A validator does, of the JSON form;
+    a strict one objects also to what would fit with a conversion.
+    """
+    try:
+        form = to_json(dump())
+    except (ValueError, RecursionError):  # PydanticSerializationError is a ValueError
+        return
+    for strict in (False, True):
+        adapter.validate_json(form, strict=strict)
 
 
 def _params_error(error: pydantic.ValidationError, path: str) -> ParamsError:

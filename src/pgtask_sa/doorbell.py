@@ -3,6 +3,10 @@
 A lane that finds nothing goes to sleep here. One ring wakes one lane of each kind, not all. A lane
 that claims a full batch wakes the next before it starts, because there may be more. So one task
 on an idle worker costs one or two claims, and a thousand tasks have every lane busy in an instant.
+
+Nobody knows of which kind a new task is. A lane that is woken in vain takes the processor from the
+one that is not. So at a notification the kind that found something last comes first, and the other
+one when that finds nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +38,9 @@ class Doorbell:
         self._missed = dict.fromkeys(lanes, False)
         self._awake = sum(lanes.values())
         self._closed = False
-        self.stirred = False  # set by a lane that found something
+        self._likely = next(iter(lanes), "")  # the kind that found something last
+        self._withheld = False  # the other was not woken, since this one may find it
+        self.stirred = False  # a lane found something
         self.on_sleep: Callable[[], None] = _nothing
         self.on_quiet: Callable[[], None] = _nothing
 
@@ -47,6 +53,9 @@ class Doorbell:
             self._sleepers[kind].append(wake)
             self._awake -= 1
             quiet = self._awake == 0
+            withheld, self._withheld = self._withheld, False
+        if withheld:
+            self._wake_all_but(kind)
         self.on_sleep()
         if quiet:
             self.on_quiet()
@@ -54,8 +63,30 @@ class Doorbell:
 
     def ring(self) -> None:
         """Wake one lane of each kind; remember it for a kind in which nobody sleeps."""
+        self._wake_all_but(None)
+
+    def ring_first(self) -> bool:
+        """Wake one lane of the kind that found something last; True if others are left asleep.
+
+        They are woken when that one falls asleep without having found anything. If it finds
+        something, there may still be more: the caller had better look, a moment later.
+        """
+        with self._lock:
+            asleep = [kind for kind, wakes in self._sleepers.items() if wakes]
+            self._withheld = withheld = self._likely in asleep and len(asleep) > 1
+        if withheld:
+            self.chain(self._likely)
+        else:
+            self.ring()
+        return withheld
+
+    def found(self, kind: str) -> None:
+        """Note that a lane of a kind found something."""
+        self.stirred, self._likely, self._withheld = True, kind, False
+
+    def _wake_all_but(self, spared: str | None) -> None:
         for kind in self._sleepers:
-            if not self.chain(kind):
+            if kind != spared and not self.chain(kind):
                 with self._lock:
                     self._missed[kind] = True
 

@@ -74,10 +74,10 @@ class Events:
 
 
 class TextFormatter(logging.Formatter):
-    """Log lines for people: time, level, message, then the fields as ``key=value``."""
+    """Log lines for people: time, process, level, message, then the fields as ``key=value``."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+        super().__init__("%(asctime)s [%(process)s] %(levelname)-7s %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """Append the fields of our own records."""
@@ -92,10 +92,11 @@ class JsonFormatter(logging.Formatter):
     """Log lines for programs: one JSON object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Render time, level, message, fields and the traceback, if there is one."""
+        """Render time, process, level, message, fields and the traceback, if there is one."""
         entry: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
+            "process": record.process,  # not `pid`: that is a field, of a child that is told of
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),

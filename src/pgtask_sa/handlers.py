@@ -11,6 +11,7 @@ A registry is all that a worker needs to know: ``python -m pgtask_sa.worker pack
 
 from __future__ import annotations
 
+import enum
 import sys
 import threading
 import weakref
@@ -202,8 +203,10 @@ class TaskRegistry:
             max_attempts: after this many failed attempts a task is buried.
             backoff: a `Backoff`, a fixed delay (seconds or timedelta), or a function from the
                 number of the failed attempt to a delay.
-            timeout: seconds or timedelta that one attempt may take; None is no limit. By default
-                5 minutes in the transactional mode, and no limit in the leased one.
+            timeout: seconds or timedelta that one attempt may take, over 0; None is no limit. By
+                default 5 minutes in the transactional mode, and no limit in the leased one. A
+                single transactional handler without a limit means that the server
+                (``transaction_timeout``) watches over none of the worker's.
             mode: ``transactional`` runs it in the transaction of the claim: for seconds.
                 ``leased`` runs it with no transaction open: for minutes and hours. The session
                 begins a transaction when it is used, and may commit as often as it likes.
@@ -292,6 +295,11 @@ class TaskRegistry:
         return _only([h for h in self._handlers.values() if identity(h.function) == key], function)
 
     def _free_label(self, task_type: str | Enum) -> str:
+        if callable(task_type) and not isinstance(task_type, enum.Enum):
+            name = _name(task_type)
+            raise HandlerError(
+                f'write @tasks.handler("NAME") above {name}: its task type is missing'
+            )
         try:
             label = task_label(self.task_class, task_type)
         except EnqueueError as error:
@@ -375,7 +383,9 @@ def _limit(mode: Mode, timeout: Seconds | Literal["default"] | None) -> float | 
     if isinstance(timeout, str):
         raise ConfigurationError(f"timeout must be seconds or a timedelta, got {timeout!r}")
     seconds = as_seconds(timeout, "timeout")
-    return seconds or as_seconds(-1, "timeout")
+    if not seconds:
+        raise ConfigurationError(f"timeout must be over 0 seconds, got {timeout!r}")
+    return seconds
 
 
 def _lease(mode: Mode, lease: Seconds | None) -> float | None:

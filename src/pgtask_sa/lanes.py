@@ -229,7 +229,7 @@ class SyncLane(threading.Thread):
         leased = LeasedRuns(execution, self.shared.keeper)
         while not self._over():
             if self._sweep(execution):
-                self.shared.bell.stirred = True
+                self.shared.bell.found(self.kind)
                 leased.run()
             else:
                 self._sleep()
@@ -330,7 +330,7 @@ class AsyncLane:
         leased = LeasedRuns(execution, self.shared.keeper)
         while not self._over():
             if await self._sweep(connection, execution):
-                self.shared.bell.stirred = True
+                self.shared.bell.found(self.kind)
                 if execution.granted:
                     await connection.run_sync(lambda _connection: leased.run())
             else:

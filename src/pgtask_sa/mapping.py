@@ -28,6 +28,7 @@ from uuid import UUID
 
 from sqlalchemy import (
     BigInteger,
+    Column,
     Connection,
     DateTime,
     Identity,
@@ -66,7 +67,8 @@ class TaskMixin:
 
     Add columns, change the table name and schema, make ``task_type`` a native enum or ``params``
     an HSTORE by declaring the column again, add a ``UniqueConstraint("task_type", "params")``.
-    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up.
+    Declare a `DeadTaskMixin` class on the same Base: it receives the tasks that gave up. Columns
+    that you add belong there, too.
     ``__fair_by__ = "tenant_id"`` adds the index by which workers give equal turns to the values of
     that column (``Worker(.., fair_by=Job.tenant_id)``).
 
@@ -121,7 +123,8 @@ class DeadTaskMixin:
 
     The same shape as the task table, plus ``reason`` (``failed``, ``discarded``, ..) and
     ``buried_at``. Columns that you added to your task class and that exist here by the same name
-    are carried along.
+    are carried along; the others are lost with the burial. One that is NOT NULL without a server
+    default must exist here: else nothing could be brought back, and a worker refuses to begin.
 
     Example:
         >>> from sqlalchemy.orm import DeclarativeBase
@@ -181,38 +184,6 @@ def _add_fair_index(mapper: Mapper[Any], kind: type[Any], table: Table) -> None:
         )
     parts = (table.c.priority, mapper.columns[name], table.c.ticket)
     Index(index_name(table, "fair"), *parts, postgresql_where=table.c.run_at.is_(None))
-
-
-def fair_key(task_class: type[Any], fair_by: Any) -> str:
-    """Return the name of the column whose values take turns, given by name or as an attribute.
-
-    Raises:
-        ConfigurationError: it is no column of the task, or no index serves such turns.
-
-    Example:
-        >>> fair_key(Task, "tenant_id")
-        Traceback (most recent call last):
-        pgtask_sa.errors.ConfigurationError: fair_by: 'tenant_id' is no column of Task
-    """
-    table, columns = task_table(task_class), task_class.__mapper__.columns
-    is_own = getattr(fair_by, "class_", None) is task_class
-    name = fair_by.key if is_own else fair_by
-    if not isinstance(name, str) or name not in columns:
-        raise ConfigurationError(f"fair_by: {fair_by!r} is no column of {task_class.__name__}")
-    column = str(columns[name].name)
-    if not any(_serves_turns(index, column) for index in table.indexes):
-        raise ConfigurationError(
-            f"fair_by: {table.name} has no index for turns by {name}; put "
-            f"`__fair_by__ = {name!r}` on {task_class.__name__}, and migrate"
-        )
-    return column
-
-
-def _serves_turns(index: Index, column: str) -> bool:
-    names = [getattr(part, "name", None) for part in index.expressions]
-    where = index.dialect_options["postgresql"]["where"]
-    is_whole = where is None or str(where).lower().endswith("run_at is null")
-    return names == ["priority", column, "ticket"] and is_whole
 
 
 def is_partitioned(table: Table) -> bool:
@@ -356,22 +327,41 @@ def task_table(task_class: type[Any]) -> Table:
     return table
 
 
+def own_columns(task_class: type[Any]) -> dict[str, Column[Any]]:
+    """Return the columns that a task class adds to those of the mixin, by attribute name.
+
+    Example:
+        >>> own_columns(Task)
+        {}
+    """
+    mapper = task_class.__mapper__
+    return {
+        mapper.get_property_by_column(column).key: column
+        for column in task_table(task_class).columns
+        if column.name not in TASK_COLUMNS
+    }
+
+
 def dead_task_class(task_class: type[Any]) -> type[Any]:
     """Return the error queue that belongs to a task class.
 
     That is its ``__dead_task__``, or the only `DeadTaskMixin` class on the same Base.
 
     Raises:
-        ConfigurationError: there is none, or more than one.
+        ConfigurationError: there is none, or more than one; or it lacks a column without which
+            nothing could ever be brought back.
 
     Example:
         >>> dead_task_class(Task).__name__
         'DeadTask'
     """
     task_table(task_class)
-    if task_class.__dead_task__ is not None:
-        named: type[Any] = task_class.__dead_task__
-        return named
+    found = task_class.__dead_task__ or _only_dead_class(task_class)
+    _refuse_one_way(task_class, found)
+    return found
+
+
+def _only_dead_class(task_class: type[Any]) -> type[Any]:
     mappers = task_class.__mapper__.registry.mappers
     found = [m.class_ for m in mappers if issubclass(m.class_, DeadTaskMixin)]
     if len(found) != 1:
@@ -381,6 +371,19 @@ def dead_task_class(task_class: type[Any]) -> type[Any]:
         )
     only: type[Any] = found[0]
     return only
+
+
+def _refuse_one_way(task_class: type[Any], dead_class: type[Any]) -> None:
+    """Refuse an error queue from which no task could come back: what it does not keep is lost."""
+    kept = mapped_table(dead_class).c
+    for column in own_columns(task_class).values():
+        has_value = column.nullable or column.server_default or column.identity or column.computed
+        if column.name not in kept and not has_value:
+            raise ConfigurationError(
+                f"{task_class.__name__}.{column.name} is NOT NULL and has no server default, and "
+                f"{dead_class.__name__} lacks it: a task that was buried could not come back. Add "
+                f"the column to {dead_class.__name__}, too, and migrate"
+            )
 
 
 def unique_columns(task_class: type[Any]) -> tuple[str, ...] | None:

@@ -15,6 +15,13 @@ from pgtask_sa.settle import Tables
 _SETTINGS = text("select name, setting from pg_catalog.pg_settings")
 OLD = 600.0  # seconds; a transaction that is older holds back vacuum too long
 
+# What workers cannot do whose every connection leads through a pooler.
+BLIND = (
+    "a task that kills its process is tried without a limit, `workers` cannot tell what runs nor "
+    "who died, `cancel` cannot stop a running task"
+)
+GIVE_DIRECT_URL = "give workers --direct-url (DATABASE_DIRECT_URL): the same database, no pooler"
+
 
 class Patient:
     """A database as a worker would meet it.
@@ -24,6 +31,7 @@ class Patient:
         tables: the worker's tables.
         handlers: those of the worker; empty if they are not known.
         connections: how many the workers need in all.
+        has_direct_url: whether workers are given one.
         clock: seconds since 1970, of this machine.
         old: seconds; transactions that are older are reported.
     """
@@ -35,6 +43,7 @@ class Patient:
         handlers: Mapping[str, Handler],
         *,
         connections: int,
+        has_direct_url: bool = False,
         clock: Callable[[], float] = time.time,
         old: float = OLD,
     ) -> None:
@@ -42,6 +51,7 @@ class Patient:
         self.tables = tables
         self.handlers = handlers
         self.connections = connections
+        self.has_direct_url = has_direct_url
         self.clock = clock
         self.old = old
 

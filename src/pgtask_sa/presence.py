@@ -175,11 +175,15 @@ class Presence:
     def _look_after(self, connection: Connection) -> None:
         me = {"worker_id": self.worker_id}
         connection.execute(statements.dismiss_dead(self.task), me)
-        named = connection.scalars(statements.named_by_dead(self.task), me)
-        self._named_by_dead = frozenset(named)
+        self._look_for_dead(connection)
         self.others = connection.scalar(statements.count_others(self.task), me) or 0
         if not self._is_direct:
             connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
+
+    def _look_for_dead(self, connection: Connection) -> None:
+        me = {"worker_id": self.worker_id}
+        named = connection.scalars(statements.named_by_dead(self.task), me)
+        self._named_by_dead = frozenset(named)
 
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
@@ -229,6 +233,7 @@ class Presence:
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
             for each in (self._note, self._note_in_place):
                 checked(self._driver.pgconn.prepare(each.name, each.text.encode()))
+            self._look_for_dead(connection)
         elif not self._told:
             self._told = True
             self.events.emit("presence.pooled", POOLED, level=logging.WARNING)

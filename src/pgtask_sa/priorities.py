@@ -1,8 +1,9 @@
-"""The priority of a worker, as given: ranks of types, a CASE over them, or any expression."""
+"""What a worker is told about turns: ranks of types, a CASE or another expression, a key."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -10,6 +11,7 @@ from sqlalchemy import (
     Case,
     Column,
     ColumnElement,
+    Index,
     Table,
     literal_column,
 )
@@ -20,6 +22,7 @@ from sqlalchemy.sql.elements import BinaryExpression, Grouping, Null
 from sqlalchemy.sql.selectable import SelectBase
 
 from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.events import Events
 from pgtask_sa.labels import task_label
 from pgtask_sa.mapping import task_table
 
@@ -135,3 +138,56 @@ def read(task_class: type[Any], priority: Any) -> dict[str, Any]:
     if ranks is not None:
         return {"ranks": ranks[0], "rank_else": ranks[1]}
     return {"expression": plain(task_class, priority)}
+
+
+def fair_key(task_class: type[Any], fair_by: Any) -> str:
+    """Return the name of the column whose values take turns, given by name or as an attribute.
+
+    Raises:
+        ConfigurationError: it is no column of the task, or no index serves such turns.
+
+    Example:
+        >>> from pgtask_sa import Task
+        >>> fair_key(Task, "tenant_id")
+        Traceback (most recent call last):
+        pgtask_sa.errors.ConfigurationError: fair_by: 'tenant_id' is no column of Task
+    """
+    table, columns = task_table(task_class), task_class.__mapper__.columns
+    is_own = getattr(fair_by, "class_", None) is task_class
+    name = fair_by.key if is_own else fair_by
+    if not isinstance(name, str) or name not in columns:
+        given = str(fair_by) if hasattr(fair_by, "__clause_element__") else repr(fair_by)
+        raise ConfigurationError(f"fair_by: {given} is no column of {task_class.__name__}")
+    column = str(columns[name].name)
+    if not any(_serves_turns(index, column) for index in table.indexes):
+        raise ConfigurationError(
+            f"fair_by: {table.name} has no index for turns by {name}; put "
+            f"`__fair_by__ = {name!r}` on {task_class.__name__}, and migrate"
+        )
+    return column
+
+
+def _serves_turns(index: Index, column: str) -> bool:
+    names = [getattr(part, "name", None) for part in index.expressions]
+    where = index.dialect_options["postgresql"]["where"]
+    is_whole = where is None or str(where).lower().endswith("run_at is null")
+    return names == ["priority", column, "ticket"] and is_whole
+
+
+def warn_of_strangers(events: Events, handled: Collection[str], **named: Iterable[Any]) -> None:
+    """Tell of types without effect; no error, as a program may name those of several workers.
+
+    Example:
+        >>> told = []
+        >>> warn_of_strangers(Events([told.append]), ["A"], priority={"A": 1}, weights={"B": 2})
+        >>> told[0].message
+        "weights: there is no handler here for 'B' (there are: A)"
+    """
+    for option, types in named.items():
+        strangers = [each for each in types if each not in handled]
+        if strangers:
+            names = ", ".join(map(ascii, strangers))
+            known = ", ".join(handled)
+            message = f"{option}: there is no handler here for {names} (there are: {known})"
+            fields = {"option": option, "task_types": list(map(str, strangers))}
+            events.emit("worker.no_handler", message, level=logging.WARNING, **fields)

@@ -31,6 +31,7 @@ from sqlalchemy import (
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY, OID
 
+from pgtask_sa.mapping import TASK_COLUMNS
 from pgtask_sa.presence_table import LOCK_CLASS
 from pgtask_sa.rows import quoted
 from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
@@ -44,11 +45,11 @@ def count_claimable(table: Table, now: Now | None = None) -> Select[Any]:
     return select(func.count()).select_from(table).where(mine, claimable)
 
 
-STATES = ("ready", "planned", "leased", "retrying")
+STATES = ("ready", "running", "planned", "leased", "retrying")
 
 
 def statistics(table: Table, dead: Table, now: Now | None = None) -> Select[Any]:
-    """Count by task type: ready, planned, leased, retrying, dead; and date the oldest ready one.
+    """Count by type what is in each of `STATES`, and dead; and date the oldest ready one.
 
     A lease that has run out makes a task ready, as it does for a claim.
     """
@@ -78,7 +79,8 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
     c = table.c
     later, is_leased = c.run_at > moment, c.lease_token.is_not(None)
     leased = and_(later, is_leased)  # the time is the end of its lease, and an attempt is counted
-    is_ready = or_(c.run_at.is_(None), c.run_at <= moment)
+    is_due, is_held = or_(c.run_at.is_(None), c.run_at <= moment), _is_held(table)
+    is_ready = and_(is_due, ~is_held)
     start = func.coalesce(c.run_at, c.created_at)
     since = func.min(case((and_(is_ready, func.isfinite(start)), start)))
     age = extract("epoch", moment - since)
@@ -86,9 +88,10 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
         select(
             cast(c.task_type, Text).label("kind"),
             func.count().filter(is_ready).label("ready"),
+            func.count().filter(is_due, is_held).label("running"),
             func.count().filter(later, ~is_leased).label("planned"),
             func.count().filter(leased).label("leased"),
-            func.count().filter(c.attempts > 0, or_(is_ready, ~is_leased)).label("retrying"),
+            func.count().filter(c.attempts > 0, or_(is_due, ~is_leased)).label("retrying"),
             cast(age, Double).label("oldest_seconds"),
         )
         .group_by(c.task_type)
@@ -96,9 +99,27 @@ def _waiting_by_kind(table: Table, moment: Now) -> Any:
     )
 
 
+def _is_held(table: Table) -> ColumnElement[bool]:
+    """Say whether a transaction that has not ended deletes or locks a row: its task runs.
+
+    Takes no lock: a claim would pass over what is looked at.
+    """
+    names = ("locktype", "transactionid", "granted")  # each transaction that writes locks itself
+    locks = sql_table("pg_locks", *map(column, names), schema="pg_catalog").c
+    is_number = locks.locktype == literal_column("'transactionid'")
+    live = select(locks.transactionid).where(is_number, locks.granted)
+    xmax: ColumnElement[Any] = literal_column(f"{quoted(table)}.xmax")
+    return xmax == any_(func.array(live.scalar_subquery()))
+
+
 def listing(table: Table, *, task_type: str | None, limit: int) -> Select[Any]:
-    """List rows of the task table or of the error queue, oldest number first."""
+    """List rows of the task table or of the error queue, oldest number first.
+
+    Of the task table also whether it is ``running`` in a transaction.
+    """
     columns = [_listed(c) for c in table.columns if c.name not in ("ticket", "coalesce_key")]
+    if table.info.get("pgtask") == "task" and "running" not in table.c:
+        columns.append(_is_held(table).label("running"))
     statement = select(*columns).order_by(table.c.task_id).limit(limit)
     if task_type is not None:
         statement = statement.where(cast(table.c.task_type, Text) == task_type)
@@ -132,11 +153,15 @@ def next_in_line(table: Table, now: Now | None = None) -> Select[Any]:
 
 
 def all_waiting(table: Table) -> Select[Any]:
-    """List all tasks with what tests ask about them, in the order of their numbers."""
+    """List all tasks with what tests ask about them, in the order of their numbers.
+
+    Columns of the user's own come last.
+    """
     c = table.c
     kind = cast(c.task_type, Text).label("task_type")
     rest = (c.params, _listed(c.created_at), _listed(c.run_at), c.attempts, c.last_error)
-    return select(c.task_id, kind, *rest).order_by(c.task_id)
+    own = [_listed(column) for column in c if column.name not in TASK_COLUMNS]
+    return select(c.task_id, kind, *rest, c.priority, *own).order_by(c.task_id)
 
 
 def summarize_waiting(table: Table, most: int, now: Now | None = None) -> Select[Any]:

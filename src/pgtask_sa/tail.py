@@ -25,14 +25,16 @@ With `MOST_WAITING` tasks or more the lottery is the better way again: it has no
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import Executable, Table
 
 from pgtask_sa.claim_orders import Ask, Pair, Row
 from pgtask_sa.statements import peek
 from pgtask_sa.tail_claims import MOST_WAITING, tail_claim, tail_look
+
+Question: TypeAlias = "Callable[[Executable, Mapping[str, Any]], Sequence[Row]]"
 
 FIRST = -(2**63)  # the smallest number there may be
 LAG = 1.0  # seconds that a transaction has from numbering its tasks to its commit
@@ -148,25 +150,24 @@ class Lookout:
         self._tail = Tail(table, next_due=True)
         self._met: set[Pair] = set()
 
-    def look(self, connection: Connection, types: Sequence[str]) -> tuple[bool, float | None]:
+    def look(self, ask: Question, types: Sequence[str]) -> tuple[bool, float | None]:
         """Return whether tasks of these types are ready, and in how many seconds the next will be.
 
-        Raises:
-            DBAPIError: the database is away.
+        Args:
+            ask: executes a statement and returns its rows.
+            types: those that this worker runs.
         """
         if self._tail.in_use or self._tail.must_look():
-            return self._look_at_tail(connection, types)
+            return self._look_at_tail(ask, types)
         start = time.monotonic()
-        row = connection.execute(self._peek, {"types": types}).one()
+        (row,) = ask(self._peek, {"types": types})
         self._tail.timed(time.monotonic() - start)
-        return row.ready, row.seconds
+        return row["ready"], row["seconds"]
 
-    def _look_at_tail(
-        self, connection: Connection, types: Sequence[str]
-    ) -> tuple[bool, float | None]:
+    def _look_at_tail(self, ask: Question, types: Sequence[str]) -> tuple[bool, float | None]:
         pairs = {(0, kind) for kind in types} | self._met
         statement, given = self._tail.look(pairs, types)
-        found = self._tail.learn(connection.execute(statement, given).mappings().all())
+        found = self._tail.learn(ask(statement, given))
         if len(self._met) < MOST_MET:
             self._met |= found
         return bool(found), self._tail.until_due

@@ -53,14 +53,14 @@ use ``await drain_async(session, tasks)`` and ``await session.run_sync(waiting)`
 # ruff: noqa: PLC0415
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
-    from sqlalchemy import ColumnElement
+    from sqlalchemy import Column, ColumnElement
     from sqlalchemy.ext.asyncio import AsyncSession
     from sqlalchemy.orm import Session, scoped_session
 
@@ -124,6 +124,8 @@ class WaitingTask:
         run_at: not before this moment; None means now.
         attempts: how many attempts have failed.
         last_error: of the last failed attempt, or None.
+        priority: lower goes first; 0 is normal.
+        columns: the columns that your own task class adds, by attribute name.
 
     Example:
         >>> from datetime import datetime, timezone
@@ -138,6 +140,8 @@ class WaitingTask:
     run_at: datetime | None = None
     attempts: int = 0
     last_error: str | None = None
+    priority: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 def waiting(session: AnySession, task_class: type[Any] | None = None) -> list[WaitingTask]:
@@ -159,13 +163,18 @@ def waiting(session: AnySession, task_class: type[Any] | None = None) -> list[Wa
         ...     assert expected == [(task.task_type, task.params) for task in waiting(session)]
     """
     from pgtask_sa import reports
-    from pgtask_sa.mapping import Task, task_table
+    from pgtask_sa.mapping import Task, own_columns, task_table
 
     chosen: Any = task_class or getattr(session, "task_class", Task)
     statement = reports.all_waiting(task_table(chosen))
     session.flush()
     rows = session.execute(statement, bind_arguments={"mapper": chosen}).mappings()
-    return [WaitingTask(**row) for row in rows]
+    return [_as_waiting(dict(row), own_columns(chosen)) for row in rows]
+
+
+def _as_waiting(row: dict[str, Any], own: Mapping[str, Column[Any]]) -> WaitingTask:
+    columns = {key: row.pop(column.name) for key, column in own.items()}
+    return WaitingTask(**row, columns=columns)
 
 
 def drain(

@@ -27,13 +27,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import psycopg
-from sqlalchemy import Connection, Engine, Table
+from sqlalchemy import Connection, Engine, Executable, Table
 from sqlalchemy.exc import SQLAlchemyError
 
 from pgtask_sa import statements
@@ -43,10 +43,12 @@ from pgtask_sa.events import Events
 from pgtask_sa.failures import headline, in_one_line
 from pgtask_sa.roster import Roster
 from pgtask_sa.tail import Lookout
+from pgtask_sa.wire import AllWired, Row
 
 FIRST_POLL = 0.02
 GROWTH = 3.0
 AFTER_NOTIFY = 0.1
+GIVE_WAY = 0.002  # seconds for a lane that was woken, in which no look is to be in its way
 FEW = 3  # workers that answer a notification at once, on the average
 SECOND_LOOK = (0.002, 0.0002)  # seconds until the others look: at least, and for each of them
 RUNNING_POLL = 0.4
@@ -137,6 +139,8 @@ class Listener(threading.Thread):
         self.health = health
         self.idle_interval = idle_interval
         self.report_interval = report_interval
+        self._wired = AllWired()
+        self._driver: Any = None  # psycopg's connection
         self.on_cancel: Callable[[int], object] = lambda _task_id: None
         self.count_others: Callable[[], int] = lambda: 0  # workers
         self._ear, self._mouth = socket.socketpair()
@@ -152,7 +156,7 @@ class Listener(threading.Thread):
         self._found = False
         self._longest = idle_interval
         self._interval = FIRST_POLL
-        self._next_poll = 0.0
+        self._next_poll = self._planned = 0.0
         self._next_report = 0.0
         bell.on_sleep = self.lane_sleeps
 
@@ -228,7 +232,7 @@ class Listener(threading.Thread):
 
     def _set_up(self, connection: Connection, driver: Any, oid: int) -> Callable[[float], None]:
         """Listen, if that can be had here; return what a turn is then."""
-        self._lookout = Lookout(self.table)
+        self._lookout, self._driver = Lookout(self.table), driver
         if is_pooled(connection):
             self._longest = min(POOLED_POLL, self.idle_interval)
             self._tell_of_polling()
@@ -269,8 +273,9 @@ class Listener(threading.Thread):
             self._announce(connection, oid)
         # a notification may have come along with the answer to our own last look
         wait = 0.0 if self._notified else min(most, self._patience())
-        select.select([driver.fileno(), self._ear], [], [], wait)
-        self._drain_pokes()
+        heard, _, _ = select.select([driver.fileno(), self._ear], [], [], wait)
+        if self._ear in heard:
+            self._drain_pokes()
         self._hear(driver)
         if self._notified:
             self._on_work(connection, oid)
@@ -319,18 +324,21 @@ class Listener(threading.Thread):
             # it may be a delayed task: look soon when it falls due
             self._interval, wait = AFTER_NOTIFY, AFTER_NOTIFY
             others = self.count_others()
-            if random.random() * (others + 1) < FEW:  # noqa: S311
-                self.bell.ring()
-            else:
+            if random.random() * (others + 1) >= FEW:  # noqa: S311
                 wait = random.uniform(SECOND_LOOK[0], SECOND_LOOK[0] + SECOND_LOOK[1] * others)  # noqa: S311
-            self._next_poll = min(self._next_poll, time.monotonic() + wait)
+            elif self.bell.ring_first():
+                wait = GIVE_WAY  # there may be a task of another kind as well
+            now = time.monotonic()
+            # not earlier, but the look that was planned is not put off for ever
+            clear = min(now + GIVE_WAY, self._planned + GIVE_WAY)
+            self._next_poll = max(clear, min(self._next_poll, now + wait))
         elif self._announced:
             connection.execute(statements.withdraw_sleep(), {"oid": oid})
             self._announced = False
 
     def _poll(self, connection: Connection) -> None:
         """Look for work without a lock; ring if there is some, and plan the next look."""
-        ready, seconds = self._lookout.look(connection, self.roster.all())
+        ready, seconds = self._look(connection)
         if ready:
             self.bell.ring()
             if self._polling and not self._found:
@@ -339,10 +347,23 @@ class Listener(threading.Thread):
         wait = self._interval * random.uniform(0.9, 1.0)  # noqa: S311
         if seconds is not None and seconds > 0:
             wait = min(wait, seconds)
-        self._next_poll = time.monotonic() + wait
+        self._planned = self._next_poll = time.monotonic() + wait
         # A task that runs is seen, too. When its worker is killed it comes back without a word.
         longest = min(RUNNING_POLL, self._longest) if ready else self._longest
         self._interval = min(self._interval * GROWTH, longest)
+
+    def _look(self, connection: Connection) -> tuple[bool, float | None]:
+        """Say whether something is ready, and in how many seconds the next task falls due."""
+        return self._lookout.look(partial(self._ask, connection), self.roster.all())
+
+    def _ask(
+        self, connection: Connection, statement: Executable, given: Mapping[str, Any]
+    ) -> list[Row]:
+        """Read something, quickly, since no notification is heard meanwhile."""
+        keep = not is_pooled(connection)
+        rows = self._wired[statement].read(self._driver, given, keep=keep)
+        self._hear(self._driver)  # what came along with the answer
+        return rows
 
     def _drain_pokes(self) -> None:
         with suppress(BlockingIOError):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import psycopg
 from psycopg import pq
 from psycopg.adapt import PyFormat, Transformer
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Executable, Float
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import psycopg as postgresql_psycopg
 
@@ -26,6 +26,7 @@ BEGIN = b"BEGIN ISOLATION LEVEL READ COMMITTED"
 AFRESH = (b"ROLLBACK", BEGIN)  # unseen by psycopg, which would forget more
 PREPARED = "pgtask_prepared"  # attribute of a driver's connection: the names of statements
 SURPRISES = 2  # it is there, against expectation, and then is not, since the ROLLBACK after that
+FLOAT8, NUMERIC = 701, 1700  # what a type is to the server
 _NUMBERED = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 _PSYCOPG = postgresql_psycopg.dialect()  # type: ignore[no-untyped-call]
 _GOOD = (pq.ExecStatus.TUPLES_OK, pq.ExecStatus.COMMAND_OK)
@@ -134,6 +135,21 @@ class Wired:
             opening = AFRESH
         raise AssertionError
 
+    def read(self, driver: Any, given: Mapping[str, Any], *, keep: bool) -> list[Row]:
+        """Execute it on a connection of a thread in autocommit, and return all rows.
+
+        Raises:
+            psycopg.Error: as libpq reports it.
+        """
+        commands = self.commands(driver, self.parameters(given), keep=keep)
+        answers = _exchange(driver, driver.pgconn, commands)
+        problem = answers.problem()
+        if keep:
+            self.learn(driver, problem)
+        if problem is not None:
+            raise problem
+        return self.rows(driver, answers.results[-1])
+
     def rows(self, driver: Any, result: Any) -> list[Row]:
         """Return the rows of its result as dictionaries."""
         count = result.ntuples
@@ -149,13 +165,24 @@ class Wired:
         return rows
 
 
+class AllWired(dict[Executable, Wired]):
+    """Statements, each compiled when it is first asked for."""
+
+    def __missing__(self, statement: Executable) -> Wired:
+        wired = self[statement] = Wired(statement)
+        return wired
+
+
 def exchange(connection: Connection, commands: Iterable[Command]) -> Answers:
     """Send commands in one message, and wait for all answers.
 
     After an error none of those that follow is executed.
     """
-    dbapi: Any = connection.connection.dbapi_connection
-    pgconn = connection.connection.driver_connection.pgconn  # type: ignore[union-attr]
+    driver: Any = connection.connection.driver_connection
+    return _exchange(connection.connection.dbapi_connection, driver.pgconn, commands)
+
+
+def _exchange(dbapi: Any, pgconn: pq.abc.PGconn, commands: Iterable[Command]) -> Answers:
     pgconn.enter_pipeline_mode()
     for command in commands:
         _send(pgconn, command)
@@ -262,7 +289,9 @@ def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     """List the columns whose values SQLAlchemy would change after psycopg: enums, own types."""
     found = []
     for column in getattr(statement, "exported_columns", ()):
-        processor = column.type.dialect_impl(_PSYCOPG).result_processor(_PSYCOPG, None)
+        kind = column.type.dialect_impl(_PSYCOPG)
+        number = FLOAT8 if isinstance(kind, Float) else NUMERIC  # others do not look at it
+        processor = kind.result_processor(_PSYCOPG, number)
         if processor is not None:
             found.append((column.name, processor))
     return found

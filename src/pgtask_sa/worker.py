@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
-from pgtask_sa.mapping import fair_key
 from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
@@ -132,7 +131,7 @@ class Worker:
                 batch_size,
                 sample=sample,
                 weights=dict(weights or {}),
-                fair_by=None if fair_by is None else fair_key(tasks.task_class, fair_by),
+                fair_by=None if fair_by is None else priorities.fair_key(tasks.task_class, fair_by),
                 **priorities.read(tasks.task_class, priority),
             ),
             drain=drain,
@@ -144,6 +143,10 @@ class Worker:
         self.url = database_url(database)
         self.direct_url = None if direct_url is None else database_url(direct_url)
         self.events = Events(listeners, shows_values=show_values)
+        claim = self.options.claim
+        priorities.warn_of_strangers(
+            self.events, tasks.handlers, priority=claim.ranks, weights=claim.weights
+        )
         self.tables = Tables(tasks.task_class)
         self._session = session or sessionmaker(class_=TaskSession, task_class=tasks.task_class)
         self._async_session = async_session or async_sessionmaker(
@@ -308,17 +311,6 @@ def load_registry(target: str) -> TaskRegistry:
     return found
 
 
-def _warn_of_strangers(option: str, named: Iterable[str], tasks: TaskRegistry) -> None:
-    """Tell of types without effect; no error, as a script may name the types of several workers."""
-    strangers = sorted(set(named) - set(tasks))
-    if strangers:
-        print(  # noqa: T201
-            f"warning: {option} names {', '.join(map(ascii, strangers))}, for which there is no "
-            f"handler here (there are: {', '.join(tasks)})",
-            file=sys.stderr,
-        )
-
-
 def set_up_logging(level: str, style: str) -> None:
     """Send log lines to standard error, for people or for programs."""
     handler = logging.StreamHandler()
@@ -327,20 +319,16 @@ def set_up_logging(level: str, style: str) -> None:
 
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
-    tasks, ranks = load_registry(arguments.tasks), ranks_of(arguments.priority)
-    weights = weights_of(arguments.weight)
-    _warn_of_strangers("--priority", ranks, tasks)
-    _warn_of_strangers("--weight", weights, tasks)
     return Worker(
-        tasks,
+        load_registry(arguments.tasks),
         given_url(arguments.database_url),
         direct_url=given_direct_url(arguments.direct_url),
         concurrency=arguments.concurrency,
         processes=arguments.processes,
         batch_size=arguments.batch_size,
         order=arguments.order,
-        priority=ranks,
-        weights=weights,
+        priority=ranks_of(arguments.priority),
+        weights=weights_of(arguments.weight),
         fair_by=arguments.fair_by,
         sample=arguments.sample,
         drain=arguments.drain,

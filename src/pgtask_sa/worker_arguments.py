@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from typing import TypeVar, get_args
 
@@ -10,6 +11,7 @@ from pgtask_sa.claim_orders import Order
 from pgtask_sa.errors import ConfigurationError
 
 T = TypeVar("T")
+LEVELS = "DEBUG, INFO, WARNING, ERROR or CRITICAL"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,10 +58,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="seconds between reports of types without a handler (60)",
     )
     add("--show-values", action="store_true", help="keep and log values that errors quote")
-    add("--log-level", default=None, help="DEBUG, INFO, WARNING, .. (INFO; WARNING with a bar)")
+    add("--log-level", type=_level, metavar="LEVEL", help=f"{LEVELS} (INFO; WARNING with a bar)")
     add("--log-format", choices=("text", "json"), default="text")
     add("--no-progress", action="store_true", help="no bar for --drain")
     return parser
+
+
+def _level(text: str) -> str:
+    level = text.upper()
+    if not isinstance(logging.getLevelName(level), int):
+        raise argparse.ArgumentTypeError(f"must be {LEVELS}, got {text!r}")
+    return level
 
 
 def ranks_of(pairs: list[str]) -> dict[str, int]:
@@ -99,6 +108,6 @@ def _pairs(
         try:
             found[name] = read(value)
         except ValueError:
-            problem = f"{option} {what.lower()} must be {kind}: {pair!r}"
+            problem = f"{option} {pair!r}: {what} must be {kind}"
             raise ConfigurationError(problem) from None
     return found
