@@ -301,6 +301,7 @@ def test_what_fails_is_tried_again(db_url, monkeypatch):
     with running:
         running.enqueue("STUCK")
         running.until(lambda: [("STUCK", 1, "failed")] == running.dead())
+        assert [] == running.rows("select * from task_worker where lane < 0")
         RELEASE.set()
     failures = [event for event in running.events if event.name == "task.timeout"]
     assert [logging.ERROR, logging.DEBUG] == [event.level for event in failures]

@@ -89,16 +89,21 @@ class Enforcer:
             for seized in settler.seize(claimed.task_id, row[BACKEND_PID], row[BEGUN_AT]):
                 mine = replace(seized, uncounted=claimed.uncounted)
                 settler.fail(mine, timed_out(seconds), seconds)
-                return True
-            # its transaction had ended already, in whatever way: it was no COMMIT
-            return settler.count_apart(claimed, timed_out(seconds), seconds)
+                break
+            else:  # its transaction had ended already, in whatever way: it was no COMMIT
+                if not settler.count_apart(claimed, timed_out(seconds), seconds):
+                    return False
+            if claimed.noted:
+                forget = presence_statements.dismiss(execution.tables.task)
+                connection.execute(forget, {"worker_id": claimed.noted})
+        return True
 
     def _take_leased(self, execution: Execution, lease: Lease) -> bool:
         """Take a task that was counted when its lease began, and for whose row nobody waits."""
         seconds = _limit(execution, lease.claimed)
         if not lease.claimed.noted:  # only once: the number may be a stranger's later
             self._cut(_own_process(execution.connection))
-            lease.claimed.noted = True
+            lease.claimed.noted = 1
         with self.engine.connect() as connection, connection.begin():
             connection.execute(set_lock_timeout(PATIENCE))
             settler = self.settle(connection)
@@ -116,10 +121,11 @@ class Enforcer:
         admission = execution.admission
         if claimed.noted or admission is None or not admission.presence.is_noting:
             return
+        nobody = 1 + secrets.randbelow(2**31 - 1)
         entry = {
             "me": admission.presence.worker_id,
             "own_lane": admission.entry,
-            "nobody": secrets.randbelow(2**31),
+            "nobody": nobody,
             "task_ids": [claimed.task_id],
             "row_versions": [claimed.values[ROW_VERSION]],
         }
@@ -132,7 +138,7 @@ class Enforcer:
             if sqlstate(error) != LOCK_NOT_AVAILABLE:  # the same DDL has locked this one, too
                 raise
         else:
-            claimed.noted = is_noted
+            claimed.noted = nobody if is_noted else 0
 
 
 def _limit(execution: Execution, claimed: Claimed) -> float:

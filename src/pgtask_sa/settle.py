@@ -38,8 +38,8 @@ class Claimed:
             lease, where the row counts the start that is under way.
         was_alone: one of these workers had nothing else in flight.
         was_taken: of these starts the last was no death: the time of the handler was over.
-        noted: whoever claims the row next counts this start, unless its own lane does before; of a
-            leased task, where the row counts it: its connection was cut.
+        noted: under which number this start is noted, if it is, for whoever claims the row next. Of
+            a leased task, where the row counts it: its connection was cut.
     """
 
     task_id: int
@@ -49,7 +49,7 @@ class Claimed:
     uncounted: int = 0
     was_alone: bool = False
     was_taken: bool = False
-    noted: bool = False
+    noted: int = 0
 
     @property
     def attempts(self) -> int:
@@ -313,7 +313,7 @@ class Settler:
 
     @staticmethod
     def _is_counted(claimed: Claimed, row: Claimed) -> bool:
-        return claimed.noted and row.values["attempts"] != claimed.values["attempts"]
+        return bool(claimed.noted) and row.values["attempts"] != claimed.values["attempts"]
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:
         """Count a failed attempt of a task that this transaction has claimed."""
