@@ -65,6 +65,7 @@ def _loop(running: Running, release: threading.Event, **options) -> list[int]:
     return starts
 
 
+@pytest.mark.direct  # else nothing is noted for whoever is faster
 @pytest.mark.parametrize("budget", [1, 2])
 def test_a_deadline_while_a_migration_waits(db_url, release, budget):
     """The handler's transaction is ended, the migration goes on, and each start is counted."""
@@ -104,6 +105,7 @@ def _cancel(running: Running, task_id: int = 1) -> str:
         return Canceller(connection, Task).cancel(task_id).found
 
 
+@pytest.mark.direct  # else it is not known who runs it
 def test_a_cancel_while_a_migration_waits(db_url, release):
     """The task is buried, the migration goes on, and the worker tells which task it was."""
     running = Running(db_url, concurrency=1)
