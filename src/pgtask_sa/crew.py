@@ -40,6 +40,7 @@ from pgtask_sa.watchdog import Watchdog
 # Kept open besides those of the lanes, at most: the one that listens, and of those that enforce
 # deadlines; more are opened and closed again.
 SIDE_CONNECTIONS = 3
+FENCE_PAUSES = (0.0, 0.1, 0.5)  # seconds before each try
 LIMIT_MARGIN = 30.0  # seconds; a worker that is well enforces its own deadlines before
 
 
@@ -352,13 +353,17 @@ class Crew:
 
     def _fence(self, lanes: Sequence[Lane]) -> None:
         """End the transactions and the leases of all that still runs on some lanes."""
-        try:
-            with self.engine.begin() as connection:
-                for lane in lanes:
-                    if lane.execution is not None:
-                        self._cut_off(connection, lane.execution)
-        except Exception as error:  # noqa: BLE001 - the database is away; then the rows are free
-            self.plan.events.emit("lane.cut", headline(error), level=logging.DEBUG)
+        for pause in FENCE_PAUSES:
+            time.sleep(pause)
+            try:
+                with self.engine.begin() as connection:
+                    for lane in lanes:
+                        if lane.execution is not None:
+                            self._cut_off(connection, lane.execution)
+            except Exception as error:  # noqa: BLE001 - the database is away; then the rows are free
+                self.plan.events.emit("lane.cut", headline(error), level=logging.DEBUG)
+            else:
+                return
 
     def _cut_off(self, connection: Connection, execution: Execution) -> None:
         claimed, lease = execution.running, execution.lease
