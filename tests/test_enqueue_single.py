@@ -11,7 +11,7 @@ from faces import committed
 from own_models import EnumJob, HstoreJob, Kind, PlainJob, Usr, create_all
 from sqlalchemy import Engine, ForeignKey, Integer, event, func, inspect, text
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.exc import IntegrityError, PendingRollbackError
+from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 from sqlalchemy.orm import (
     DeclarativeBase,
     Mapped,
@@ -394,3 +394,31 @@ def test_a_task_whose_callable_is_lost_is_refused(maker: Any, engine: Engine) ->
             session.flush()
 
     assert [] == committed(engine)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_task_whose_insert_was_rolled_back_can_be_added_no_more(engine, nested):
+    """Loudly: an object that passed for one with a row would be lost without a word."""
+    with TaskSession(engine) as session:
+        savepoint = session.begin_nested() if nested else session
+        task = session.enqueue("A", {})
+        session.flush()
+        savepoint.rollback()
+        assert inspect(task).transient
+        session.add(task)
+        with pytest.raises(DBAPIError):
+            session.commit()
+
+
+def test_an_insert_that_fails_in_autocommit(engine):
+    """It is not tried once more behind the caller's back."""
+    connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+    with connection, TaskSession(connection) as session, engine.connect() as other:
+        connection.exec_driver_sql("set lock_timeout = '50ms'")
+        other.execute(text("lock table task in exclusive mode"))
+        session.enqueue("A", {})
+        with pytest.raises(DBAPIError):
+            session.flush()
+        other.rollback()
+        assert 0 == connection.scalar(text("select count(*) from task"))
+        assert not session.is_active

@@ -10,6 +10,7 @@ from sqlalchemy import text
 from sweeping import KINDS, Sweeper, mark, sweepers
 
 from pgtask_sa import TaskFailed
+from pgtask_sa.settle import TransactionLost
 
 
 @pytest.fixture(params=KINDS)
@@ -123,6 +124,10 @@ def _driver(session):
     return session.connection().connection.dbapi_connection
 
 
+def _libpq(session, command):
+    session.connection().connection.driver_connection.pgconn.exec_(command)
+
+
 ENDINGS = {
     "COMMIT": lambda session: session.execute(text("COMMIT")),
     "rollback": lambda session: session.execute(text(" rollback work ")),
@@ -134,9 +139,14 @@ ENDINGS = {
     "driver.rollback": lambda session: _driver(session).rollback(),
     "cursor COMMIT": lambda session: _driver(session).cursor().execute("commit"),
     "cursor ROLLBACK": lambda session: _driver(session).cursor().execute("rollback"),
+    "executemany": lambda session: _driver(session).cursor().executemany("commit", [()]),
     "two in one": lambda session: session.execute(text("select 1; commit")),
+    "commented": lambda session: session.execute(text("/* /* */ */ commit and chain")),
+    "libpq COMMIT": lambda session: _libpq(session, b"commit"),
+    "libpq ROLLBACK": lambda session: _libpq(session, b"rollback"),
+    "libpq COMMIT AND CHAIN": lambda session: _libpq(session, b"commit and chain"),
+    "libpq ROLLBACK AND CHAIN": lambda session: _libpq(session, b"rollback and chain"),
 }
-PAST_ALL_GUARDS = ("cursor COMMIT", "two in one")
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -158,7 +168,7 @@ def test_a_handler_that_ends_the_transaction(sweeper: Sweeper, name: str):
                 mark(session, 2)
 
         sweeper.enqueue(task_type=after)
-        sweeper.drain()
+        _drain(sweeper)
         assert _outcome_of(name, after) == (sweeper.marks(), sweeper.waiting(), sweeper.dead())
         sweeper.execute("truncate mark, dead_task")
 
@@ -171,12 +181,90 @@ def test_a_handler_that_ends_the_transaction(sweeper: Sweeper, name: str):
     assert [7] == sweeper.marks()
 
 
+def _drain(sweeper: Sweeper) -> None:
+    """Drain, as a lane does that takes another connection when one is beyond repair."""
+    for _ in range(3):
+        with contextlib.suppress(TransactionLost):
+            sweeper.drain()
+            return
+    raise AssertionError("no end")
+
+
+ROADS = [
+    b"commit and chain",
+    b"commit; begin",
+    b"rollback and chain",
+    b"rollback; begin; insert into mark values (9)",
+]
+
+
+@pytest.mark.parametrize("command", ROADS, ids=bytes.decode)
+def test_a_handler_that_begins_another_transaction(sweeper: Sweeper, command: bytes):
+    """The rest of its batch is neither lost nor to blame, and it is not run for ever."""
+    sweeper.batch_size = 3
+    calls = []
+
+    @sweeper.handler("INNOCENT", max_attempts=1)
+    def innocent(session, params, task):
+        mark(session, params["i"])
+
+    @sweeper.handler("EVIL", max_attempts=2)
+    def evil(session, params, task):
+        calls.append(1)
+        mark(session, 5)
+        _libpq(session, command)
+
+    for priority, kind in enumerate(["INNOCENT", "EVIL", "INNOCENT"]):
+        sweeper.enqueue({"i": priority}, task_type=kind, priority=priority)
+    _drain(sweeper)
+    assert {0, 2} == set(sweeper.marks()) - {5}
+    assert [sweeper.marks().count(i) for i in (0, 2)] == [1, 1]
+    assert len(calls) <= 4  # in a batch nobody can tell at first whose doing it is
+    assert [] == sweeper.waiting()
+    assert [] == [dead for dead in sweeper.dead() if dead[0] == "INNOCENT"]
+
+
+SETTINGS = {
+    "SET LOCAL": "set local statement_timeout = '50ms'",
+    "SET": "set statement_timeout = '50ms'",
+    "function": "select set_config('statement_timeout', '50ms', true)",
+    "among others": "select 1; set local statement_timeout = '50ms'",
+}
+
+
+@pytest.mark.parametrize("how", SETTINGS)
+def test_what_a_handler_sets_is_gone_with_the_task(sweeper: Sweeper, how: str):
+    """Also for the next tasks of the same batch; what the worker has set is there again."""
+    sweeper.batch_size = 2
+    asked = "select current_setting('{}', true)"
+    names = ("statement_timeout", "my.tenant", "datestyle", "client_connection_check_interval")
+    seen = []
+
+    @sweeper.handler("SETS")
+    def sets(session, params, task):
+        seen.append([session.scalar(text(asked.format(name))) or "" for name in names])
+        session.connection().exec_driver_sql(SETTINGS[how])
+        session.execute(text("set local my.tenant = '7'"))
+        session.execute(text("set local datestyle = 'German'"))
+
+    @sweeper.handler("LOOKS")
+    def looks(session, params, task):
+        seen.append([session.scalar(text(asked.format(name))) or "" for name in names])
+
+    sweeper.enqueue(task_type="SETS", priority=0)
+    sweeper.enqueue(task_type="LOOKS", priority=1)
+    sweeper.drain()
+    assert 2 == len(seen)
+    assert seen[0] == seen[1]
+    assert "0" == seen[1][0]
+
+
 def _outcome_of(name: str, after: str) -> tuple[list[int], list[Any], list[Any]]:
-    if name in PAST_ALL_GUARDS and after == "RETURNS":
+    if name == "libpq COMMIT" and after == "RETURNS":
         return [1], [], []  # a COMMIT that nobody can undo, and no error: the task is done
-    if after == "GOES ON" and name not in (*PAST_ALL_GUARDS, "root.commit", "cursor ROLLBACK"):
+    if after == "GOES ON" and name != "root.commit" and "libpq" not in name:
         return [1, 2], [], []  # it was refused, and the handler took it as it was
-    return [1, 1] if name in PAST_ALL_GUARDS else [], [], [(after, 2, "failed")]
+    return [1, 1] if "libpq COMMIT" in name else [], [], [(after, 2, "failed")]
 
 
 def test_a_batch_whose_rows_were_committed_away(db_url: str):
@@ -189,7 +277,7 @@ def test_a_batch_whose_rows_were_committed_away(db_url: str):
         calls.append(params["i"])
         mark(session, params["i"])
         if len(calls) == 2:
-            _driver(session).cursor().execute("commit")
+            _libpq(session, b"commit")
 
     sweeper.enqueue(*[{"i": i} for i in range(5)])
     sweeper.drain()

@@ -21,7 +21,14 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import POOLED, guard_driver, heed_farewell, lend_savepoints, watch_errors
+from pgtask_sa.ground import (
+    MADE,
+    POOLED,
+    guard_driver,
+    heed_farewell,
+    lend_savepoints,
+    watch_errors,
+)
 
 DRIVER = "postgresql+psycopg"
 LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too
@@ -238,13 +245,20 @@ def _prepare_connection(limit: int | None, dbapi_connection: Any, record: Any) -
     pid = driver.info.backend_pid
     pooled = _set(dbapi_connection, pid, settings + own)
     if pooled is None:  # not every platform's server can check
-        settings = [each for each in settings if _set(dbapi_connection, pid, [each]) is not None]
-        for each in own:
-            _set(dbapi_connection, pid, [each])
+        settings, own = (
+            [each for each in some if _set(dbapi_connection, pid, [each]) is not None]
+            for some in (settings, own)
+        )
         pooled = _set(dbapi_connection, pid, [])
     if pooled:
         driver.prepare_threshold = None
-        record.info[POOLED] = "; ".join(f"set local {name} = '{value}'" for name, value in settings)
+        record.info[POOLED] = _text("set local", settings)
+    else:
+        record.info[MADE] = _text("set", settings + own)
+
+
+def _text(how: str, settings: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{how} {name} = '{value}'" for name, value in settings)
 
 
 def _set(dbapi_connection: Any, pid: int, settings: list[tuple[str, str]]) -> bool | None:

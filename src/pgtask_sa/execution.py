@@ -38,14 +38,13 @@ from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
-from pgtask_sa.ground import ENDED, Ground
+from pgtask_sa.ground import ENDED, NO_SAVEPOINT, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, Tables, TransactionLost, Unsettled, timed_out
 from pgtask_sa.turns import Claimer
 
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
-NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
 SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
 READ_ONLY = "25006"
@@ -129,6 +128,8 @@ class Execution:
             self._give_up(transaction)
             self._blame(lost)
             self.arrears.rescue(batch, lost)
+            if lost.unrun:  # then one of those before is the culprit, if they are back
+                self._run_alone(batch[: batch.index(lost.claimed)])
             if lost.dirty:
                 raise
             return len(batch)
@@ -229,8 +230,7 @@ class Execution:
         trouble = close(session, self.events)
         if self.cut:
             raise Stopped from error
-        if self.expired is claimed:
-            raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
+        self._look_whether_lost(handler, claimed)
         if status in LOST or not self._transaction.is_active:
             if status != TransactionStatus.UNKNOWN:
                 raise TransactionLost(claimed, error, ended=True)
@@ -241,6 +241,12 @@ class Execution:
         if trouble is not None or status == TransactionStatus.ACTIVE:
             raise TransactionLost(claimed, error or TaskFailed(IN_USE), dirty=True)
         return error
+
+    def _look_whether_lost(self, handler: Handler, claimed: Claimed) -> None:
+        if self.ground.fell:  # by a task of this batch before it; its own row may be gone
+            raise TransactionLost(claimed, None, ended=True, unrun=True)
+        if self.expired is claimed:
+            raise TransactionLost(claimed, timed_out(handler.timeout or 0.0))
 
     def _finish(self, session: Session, claimed: Claimed) -> None:
         """Flush the handler's session and release the savepoints, if there is nothing amiss."""
@@ -355,13 +361,15 @@ class Execution:
                     return
             except psycopg.Error as error:
                 self._chained = False
-                if not self.ground.reopen():
+                if sqlstate(error) in NO_SAVEPOINT or not self.ground.reopen():
                     raise
                 claimed, _, _, seconds = finished[0]
                 verdict = self._settle(claimed, error, self.handlers[claimed.task_type].policy)
                 finished[:] = [(claimed, verdict, error, seconds)]
         else:
             self._chained = False
+            if self._owns:
+                self.ground.commit()
         transaction.commit()
 
     def _may_chain(self) -> bool:
@@ -378,7 +386,10 @@ class Execution:
     def _find_culprit(self, batch: list[Claimed], error: BaseException) -> None:
         """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""
         if len(batch) == 1:
-            self._blame(TransactionLost(batch[0], error))
+            ended = sqlstate(error) in NO_SAVEPOINT
+            self._blame(
+                TransactionLost(batch[0], TaskFailed(ENDED) if ended else error, ended=ended)
+            )
             return
         self._run_alone(batch)
 

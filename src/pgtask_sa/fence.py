@@ -14,10 +14,8 @@ the driver's connection is only noticed at the next commit.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from psycopg.pq import TransactionStatus
 from sqlalchemy import Connection, event
@@ -25,16 +23,8 @@ from sqlalchemy.orm import Session
 from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
-from pgtask_sa.ground import (
-    AS_BEFORE,
-    ENDS_TRANSACTION,
-    FOR_STRANGERS,
-    LONG,
-    POOLED,
-    SETS_BY_FUNCTION,
-    SETS_LOCAL,
-    SETS_SESSION,
-)
+from pgtask_sa.ground import AS_BEFORE, FOR_STRANGERS, LOOK, POOLED
+from pgtask_sa.sql_reading import as_text, what_it_does
 
 PAST_FENCE = (
     "a leased handler ends its transactions by commit() and rollback() of its session alone: "
@@ -46,79 +36,6 @@ NO_OPTION = (
 )
 # As options of a connection they change what a transaction is, for all that follow.
 REFUSED_OPTIONS = ("isolation_level", "postgresql_readonly", "postgresql_deferrable")
-LOOK = "pgtask_look"  # attribute of a driver's connection
-# Literals, quoted names, bodies of functions, comments: what stands in there is no statement.
-_QUOTED = re.compile(
-    r"""\bE'(?:[^'\\]|\\.|'')*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$"""
-    r"""|--[^\n]*|/\*.*?\*/""",
-    re.DOTALL | re.IGNORECASE,
-)
-# A body that is no literal: begin atomic ..; end
-_DEFINES = re.compile(r"\s*create\s+(or\s+replace\s+)?(function|procedure)\b", re.IGNORECASE)
-
-
-class Does(NamedTuple):
-    """What a text of SQL does to the transaction and to the session on the server."""
-
-    ends: bool
-    sets: bool
-    shifts: bool  # settings of the transaction, at least
-
-
-def _does(text: str) -> Does:
-    parts = _statements(text)
-    sets = any(_sets(part) for part in parts)
-    return Does(
-        ends=any(ENDS_TRANSACTION.match(part) for part in parts),
-        sets=sets,
-        shifts=sets or any(SETS_LOCAL.match(part) or "set_config" in part for part in parts),
-    )
-
-
-def _sets(statement: str) -> bool:
-    if SETS_SESSION.match(statement):
-        return True
-    return "set_config" in statement and not SETS_BY_FUNCTION.fullmatch(statement)
-
-
-def _statements(text: str) -> list[str]:
-    """Split a text into its statements, without what is quoted in them."""
-    bare = _QUOTED.sub(_emptied, text)
-    return [bare] if _DEFINES.match(bare) else bare.split(";")
-
-
-def _emptied(quoted: re.Match[str]) -> str:
-    return " " if quoted[0].startswith(("--", "/*")) else "''"
-
-
-_does_cached = lru_cache(maxsize=1000)(_does)
-
-
-def what_it_does(text: str) -> Does:
-    """Say what a text of SQL, of one or several statements, does.
-
-    Example:
-        >>> what_it_does("insert into usr values (1); /* so */ commit")
-        Does(ends=True, sets=False, shifts=False)
-        >>> what_it_does("do $$ begin perform 1; end $$; select '; commit'")
-        Does(ends=False, sets=False, shifts=False)
-        >>> what_it_does("set search_path to shop").sets, what_it_does("set local x to 1").sets
-        (True, False)
-    """
-    # the cache is not for the long texts of bulk inserts
-    return _does_cached(text) if len(text) < LONG else _does(text)
-
-
-def _as_text(query: Any) -> str:
-    """Return what a cursor of the driver is given, as text."""
-    if isinstance(query, str):
-        return query
-    return query.decode(errors="replace") if isinstance(query, bytes) else _composed(query)
-
-
-def _composed(query: Any) -> str:
-    as_string = getattr(query, "as_string", None)
-    return "" if as_string is None else str(as_string(None))
 
 
 class Fence:
@@ -190,7 +107,7 @@ class Fence:
 
     def look_at(self, statement: Any) -> None:
         """Refuse a statement that ends the transaction; note one that changes the session."""
-        does = what_it_does(_as_text(statement))
+        does = what_it_does(as_text(statement))
         if does.ends:
             raise TaskFailed(PAST_FENCE)
         self.moved = self.moved or does.sets
@@ -229,17 +146,16 @@ class _GuardedDriver:
     def __init__(self, driver: Any, fence: Fence) -> None:
         self.driver = driver
         self.fence = fence
-        self._before = (driver.commit, driver.transaction, driver.cursor_factory)
+        self._before = (driver.commit, driver.transaction, getattr(driver, LOOK))
         driver.commit = self._commit
         driver.transaction = self._transaction
-        driver.cursor_factory = _looking(driver.cursor_factory)
         setattr(driver, LOOK, fence.look_at)
 
     def release(self) -> None:
         """Leave it as it was."""
         driver = self.driver
-        driver.commit, driver.transaction, driver.cursor_factory = self._before
-        delattr(driver, LOOK)
+        driver.commit, driver.transaction, look_at = self._before
+        setattr(driver, LOOK, look_at)
 
     def commits_by_itself(self) -> bool:
         """Say whether autocommit was switched on, past SQLAlchemy."""
@@ -253,19 +169,3 @@ class _GuardedDriver:
         if self.driver.info.transaction_status == TransactionStatus.IDLE:
             raise TaskFailed(PAST_FENCE)
         return self._before[1](*args, **kw)
-
-
-@lru_cache
-def _looking(factory: Any) -> Any:
-    """Return the class of cursors that look at what they are given to execute."""
-
-    class Looking(factory):  # type: ignore[misc]
-        __slots__ = ()
-
-        def execute(self, query: Any, *args: Any, **kw: Any) -> Any:
-            look_at = getattr(self.connection, LOOK, None)
-            if look_at is not None:  # it may be kept for longer than the handler runs
-                look_at(query)
-            return super().execute(query, *args, **kw)  # or what is to be awaited
-
-    return Looking

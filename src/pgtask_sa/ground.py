@@ -11,18 +11,18 @@ trip more than its statements.
 
 What it may not do is end the transaction below its session. Four ways lead there, each with a guard
 that refuses before anything has happened: ``COMMIT`` as text, ``session.connection().commit()``,
-that connection's transaction, and ``commit()`` of the driver. Past them all is the driver's own
-cursor; that is noticed afterwards, by what the driver knows of the transaction.
+that connection's transaction, and ``commit()`` of the driver. Past them all are cursors of the
+driver that are made by hand; that is noticed afterwards, by what the driver knows of the
+transaction, and by the savepoint, which is not there in another one.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from typing import Any
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -32,44 +32,29 @@ from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.failures import sqlstate
+from pgtask_sa.sql_reading import as_text, what_it_does
 from pgtask_sa.wire import receive, send
 
-SAVEPOINT = "pgtask"
+SAVEPOINT = "pgtask_ground"
 OPEN = f"SAVEPOINT {SAVEPOINT}"
 _LEAVE = f"RELEASE SAVEPOINT {SAVEPOINT}"
 _RENEW = f"{_LEAVE}; {OPEN}"
 _UNDO = f"ROLLBACK TO SAVEPOINT {SAVEPOINT}"
-ENDS_TRANSACTION = re.compile(
-    r"\s*(commit|end|abort|rollback(?!\s+(work\s+|transaction\s+)?to\b)|begin|start\s+transaction"
-    r"|prepare\s+transaction)\b",
-    re.IGNORECASE,
-)
-# What outlives the transaction, and would meet the lane's next task; and what outlives the handler.
-SETS_SESSION = re.compile(
-    r"\s*(set(?!\s+(local|transaction|constraints)\b)|reset|discard|listen|prepare(?!\s+transaction)"
-    r"|create\s+((local|global)\s+)?temp)\b",
-    re.IGNORECASE,
-)
-SETS_LOCAL = re.compile(r"\s*set\s+(local|transaction)\b", re.IGNORECASE)
-# The same by a function, for the transaction only: its last argument says so.
-SETS_BY_FUNCTION = re.compile(
-    r"(?:(?!set_config).)*"
-    r"(?:set_config\s*\((?:[^()]|\([^()]*\))*,\s*true\s*\)(?:(?!set_config).)*)+",
-    re.IGNORECASE | re.DOTALL,
-)
-# An enqueue that has to wait for a lock sets this, and sets it back.
-LOCK_TIMEOUT = re.compile(r"SELECT set_config\('lock_timeout', [^,()]+, true\)")
-LONG = 2_000  # characters of a statement
+NO_SAVEPOINT = ("3B001", "25P01")  # there is none of that name, or not even a transaction
 AS_BEFORE = ("SET LOCAL search_path TO DEFAULT", "SET LOCAL ROLE NONE")
+# SAVEPOINT and RELEASE keep what was set in between, also for the transaction only.
+AS_NEW = "SET SESSION AUTHORIZATION DEFAULT; RESET ALL"
 ENDED = "the handler ended the worker's transaction; it may only commit or roll back its session"
 ARMED, TROUBLE = "pgtask_armed", "pgtask_trouble"  # keys in the info of a connection
 _SILENT = (type(None), DBAPIError, psycopg.Error)  # errors that may not tell why
-ON_GUARD = "pgtask_on_guard"  # attribute of an async driver's: finds who stands guard there
+ON_GUARD = "pgtask_on_guard"  # attribute of a driver's: finds who stands guard there
+LOOK = "pgtask_look"  # attribute of a driver's: looks at what its cursors are given to execute
 FAREWELL = "pgtask_farewell"  # attribute of a driver's: why the server has ended the connection
 LENDER = "pgtask_lender"  # the ground; also when the handler is through and its session ends
 # The key of what each transaction must set for itself, on a connection through a pooler. The next
 # transaction of the server process there is a stranger's, who must not meet what a handler set.
 POOLED = "pgtask_pooled"
+MADE = "pgtask_made"  # key of the settings that were made for a session of our own
 FOR_STRANGERS = "RESET ALL; SET SESSION AUTHORIZATION DEFAULT; UNLISTEN *; DISCARD TEMP"
 
 
@@ -125,12 +110,42 @@ def guard_driver(driver: Any, info: MutableMapping[Any, Any]) -> None:
 
     for name in ("commit", "rollback"):
         setattr(driver, name, _guarded(getattr(driver, name), on_guard))
+    driver.cursor_factory = _looking(driver.cursor_factory)
+    setattr(driver, LOOK, partial(_look, on_guard))
     if not inspect.iscoroutinefunction(driver.commit):
         for name in ("cursor", "transaction"):
             setattr(driver, name, _standing(getattr(driver, name), on_guard))
     else:
         driver.cursor_factory = _standing_cursors(driver.cursor_factory)
         setattr(driver, ON_GUARD, on_guard)
+
+
+def _look(on_guard: Callable[[], Ground | None], query: Any) -> None:
+    ground = on_guard()
+    if ground is not None:
+        ground.look_at(query)
+
+
+@lru_cache
+def _looking(factory: Any) -> Any:
+    """Return the class of cursors that look at what they are given to execute."""
+
+    class Looking(factory):  # type: ignore[misc]
+        __slots__ = ()
+
+    for name in ("execute", "executemany", "stream", "copy"):
+        setattr(Looking, name, _after_a_look(getattr(factory, name)))
+    return Looking
+
+
+def _after_a_look(method: Callable[..., Any]) -> Callable[..., Any]:
+    def looking(self: Any, query: Any, *args: Any, **kw: Any) -> Any:
+        look_at = getattr(self.connection, LOOK, None)
+        if look_at is not None:
+            look_at(query)
+        return method(self, query, *args, **kw)  # or what is to be awaited
+
+    return looking
 
 
 def _guarded(method: Callable[[], Any], on_guard: Callable[[], Ground | None]) -> Callable[[], Any]:
@@ -165,32 +180,24 @@ def _standing_cursors(factory: Any) -> Any:
         __slots__ = ()
 
         async def execute(self, *args: Any, **kw: Any) -> Any:
-            ground: Ground | None = getattr(self.connection, ON_GUARD, _nobody)()
-            if ground is not None and not ground.open:
-                await ground.stand_awaited()
+            await _stand(self.connection)
             return await super().execute(*args, **kw)
+
+        async def executemany(self, *args: Any, **kw: Any) -> Any:
+            await _stand(self.connection)
+            return await super().executemany(*args, **kw)
 
     return Standing
 
 
+async def _stand(driver: Any) -> None:
+    ground: Ground | None = getattr(driver, ON_GUARD, _nobody)()
+    if ground is not None and not ground.open:
+        await ground.stand_awaited()
+
+
 def _nobody() -> None:
     pass
-
-
-class _Does(NamedTuple):
-    ends: bool  # the transaction
-    moves: bool  # settings of the session
-    shifts: bool  # settings of the transaction, at least
-
-
-@lru_cache(maxsize=1000)
-def _what_it_does(statement: str) -> _Does:
-    ends = ENDS_TRANSACTION.match(statement) is not None
-    if SETS_SESSION.match(statement):
-        return _Does(ends, moves=True, shifts=True)
-    if "set_config" in statement and not LOCK_TIMEOUT.match(statement):
-        return _Does(ends, moves=not SETS_BY_FUNCTION.fullmatch(statement), shifts=True)
-    return _Does(ends, moves=False, shifts=SETS_LOCAL.match(statement) is not None)
 
 
 class Ground:
@@ -206,6 +213,8 @@ class Ground:
         self._spent = False  # it is there, but of a task before, and kept
         self._written = False  # some handler of this transaction has needed it
         self.used = False  # the handler has needed it
+        self.fell = False  # what was to be there is not: a task before has ended the transaction
+        self._own = False  # a statement of ours is executed
         self._sent = False  # it has been asked for, and the answer not been read
         self._lent: str | None = None  # the name under which a session takes it for its own
         self._committed = False  # by that session: what follows is not to undo what was before
@@ -246,8 +255,12 @@ class Ground:
             receive(self._pgconn)
         except psycopg.Error as error:
             self._info[TROUBLE] = error
+            self._look_for_fall(error)
             raise
         self._spent, self.open = False, True
+
+    def _look_for_fall(self, error: BaseException) -> None:
+        self.fell = self.fell or (self._spent and sqlstate(error) in NO_SAVEPOINT)
 
     def __exit__(self, *_: object) -> None:
         """Stand down; the savepoint, if there is one, stays open."""
@@ -274,13 +287,19 @@ class Ground:
     ) -> None:
         if not self.armed:
             return
-        # the cache is not for the long texts of bulk inserts
-        look = _what_it_does if len(statement) < LONG else _what_it_does.__wrapped__
-        does = look(statement)
-        if does.ends or self.status() == TransactionStatus.IDLE:
+        if what_it_does(statement).ends or self.status() == TransactionStatus.IDLE:
             raise TaskFailed(ENDED)
         self.stand()
-        self.moved = self.moved or does.moves
+        self.look_at(statement)
+
+    def look_at(self, query: Any) -> None:
+        """Refuse what ends the transaction; note what changes settings."""
+        if self._own:
+            return
+        does = what_it_does(as_text(query))
+        if does.ends:
+            raise TaskFailed(ENDED)
+        self.moved = self.moved or does.sets
         self.shifted = self.shifted or does.shifts
 
     def _commit(self, _conn: Connection) -> None:
@@ -293,7 +312,7 @@ class Ground:
 
     def begin(self) -> None:
         """Note that a transaction begins, in which there is no savepoint yet."""
-        self.open = self._ready = self._spent = self._written = self._sent = False
+        self.open = self._ready = self._spent = self._written = self._sent = self.fell = False
 
     def opened(self) -> None:
         """Note that the savepoint was opened for the task that runs next."""
@@ -318,19 +337,23 @@ class Ground:
         self.open = True  # first: its own cursor comes by here again
         try:
             self._execute(_RENEW if self._spent else OPEN)
-        except BaseException:
+        except BaseException as error:
             self.open = False
+            self._look_for_fall(error)
             raise
         self._spent = False
 
     async def stand_awaited(self) -> None:
         """Open the savepoint, for a handler that works with the async driver itself."""
-        self.used = self.open = True
+        self.used = self.open = self._own = True
         try:
             await self.driver.execute(_RENEW if self._spent else OPEN, prepare=False)
-        except BaseException:
+        except BaseException as error:
             self.open = False
+            self._look_for_fall(error)
             raise
+        finally:
+            self._own = False
         self._spent = False
 
     def undo(self) -> None:
@@ -350,12 +373,13 @@ class Ground:
 
     def _restore(self) -> None:
         """Set what the handler may have set to what it was."""
-        settings = self._info.get(POOLED)
-        if self.moved and settings is not None:
-            self._execute("; ".join(filter(None, (FOR_STRANGERS, settings))))
-        if self.shifted:
-            for statement in AS_BEFORE:  # the next of the batch, and our own statements
-                self._execute(statement)
+        pooled = self._info.get(POOLED)
+        if self.moved and pooled is not None:
+            self._execute("; ".join(filter(None, (FOR_STRANGERS, pooled))))
+        elif self.shifted and pooled is None:
+            self._execute("; ".join(filter(None, (AS_NEW, self._info.get(MADE)))))
+        if self.shifted:  # in this order: RESET ALL passes over what was set to the default
+            self._execute("; ".join(AS_BEFORE))  # the next of the batch, and our own statements
 
     def _let_go(self) -> None:
         self._spent = True
@@ -371,7 +395,10 @@ class Ground:
         Raises:
             psycopg.Error: a constraint is broken, and `reopen` leads back; or COMMIT failed.
         """
+        # COMMIT would release the savepoint as well; but if it is not there, this is not the
+        # transaction that we began
         check = ["SET CONSTRAINTS ALL IMMEDIATE"] if self._written else []
+        check += [_LEAVE] if self._written and self._spent else []
         if chain is not None:
             with self._heeding():
                 chain([*check, "COMMIT AND CHAIN"])
@@ -417,12 +444,20 @@ class Ground:
         Its own savepoints on this connection may be in any state by now.
         """
         dbapi = self._dbapi()
-        with self._heeding():
+        with self._heeding(), self._by_us():
             if hasattr(dbapi, "run_async"):
                 dbapi.run_async(lambda driver: driver.execute(statement, prepare=False))
             else:
                 send(dbapi.pgconn, statement)
                 receive(dbapi.pgconn)
+
+    @contextmanager
+    def _by_us(self) -> Iterator[None]:
+        self._own = True
+        try:
+            yield
+        finally:
+            self._own = False
 
     @contextmanager
     def _heeding(self) -> Iterator[None]:

@@ -174,9 +174,12 @@ class Presence:
 
     def _look_after(self, connection: Connection) -> None:
         me = {"worker_id": self.worker_id}
-        connection.execute(statements.dismiss_dead(self.task), me)
-        self._look_for_dead(connection)
         self.others = connection.scalar(statements.count_others(self.task), me) or 0
+        if self.others:
+            connection.execute(statements.dismiss_dead(self.task), me)
+            self._look_for_dead(connection)
+        else:  # nobody is there who could be dead
+            self._named_by_dead = frozenset()
         if not self._is_direct:
             connection.execute(statements.note_alive(self.task), {"me": self.worker_id})
 

@@ -77,6 +77,8 @@ def write(session: Session, task: Any, flush: Callable[[], None]) -> bool:
     if not shape.fits(state.mapper):
         return False
     connection = task_connection(session, type(task))
+    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+        return False  # what has failed could not be made to fail again
     try:
         returned = shape.insert(connection, shape.values(state.dict))
     except Exception:
@@ -92,6 +94,9 @@ def write(session: Session, task: Any, flush: Callable[[], None]) -> bool:
     for key in shape.columns:
         state.dict.setdefault(key, None)
     make_transient_to_detached(task)
+    # as a flush notes it: a rollback makes it transient again, for there is no such row then
+    transaction: Any = session.get_nested_transaction() or session.get_transaction()
+    transaction._new[state] = True  # noqa: SLF001 - there is no public way
     return True
 
 

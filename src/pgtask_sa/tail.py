@@ -43,6 +43,7 @@ WITH_COMMIT = 0.007  # that much more is not the claim's fault, if it travels wi
 LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
 QUICK = 0.001  # a thorough look that takes no longer has met no crowd of dead rows
 PART_OF_TIME = 50
+RAREST = 10.0  # seconds from one thorough look to the next, at most: one may have been held up
 MOST_MET = 1_000
 PAUSE = 0.5  # seconds from one thorough look to the next, at least
 
@@ -118,7 +119,7 @@ class Tail:
         now = time.monotonic()
         took, self._looked = now - self._sent, self._sent
         if self.thorough:
-            self._next_thorough = now + max(PAUSE, PART_OF_TIME * took)
+            self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
         waiting = [row for row in rows if row["kind"] is not None]
         (last,) = (row for row in rows if row["kind"] is None)
         self.until_due = last.get("seconds")
