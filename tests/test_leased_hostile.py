@@ -65,7 +65,15 @@ PAST = {
     "two statements": lambda s: s.execute(text("select 1; commit")),
     "a comment first": lambda s: s.execute(text("-- so\n/* and so */ commit")),
     "after a literal": lambda s: s.connection().exec_driver_sql("select 'it''s; so'; end"),
+    "a comment in another": lambda s: s.execute(text("/* /* */ */commit")),
+    "dollars in a name": lambda s: s.connection().exec_driver_sql(
+        "select 1 as a$b$; commit; select 1 as a$b$"
+    ),
     "cursor": _cursor("commit"),
+    "many": lambda s: _on_driver(s, lambda driver: driver.cursor().executemany("commit", [()])),
+    "copy": lambda s: _on_driver(
+        s, lambda driver: driver.cursor().copy("copy mark from stdin; commit")
+    ),
     "cursor, bytes": _cursor(b"select 1; commit"),
     "driver": lambda s: _on_driver(s, lambda driver: driver.execute("rollback")),
     "transaction": _transaction,
