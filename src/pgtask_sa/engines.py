@@ -21,14 +21,8 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.ground import (
-    MADE,
-    POOLED,
-    guard_driver,
-    heed_farewell,
-    lend_savepoints,
-    watch_errors,
-)
+from pgtask_sa.ground import MADE, POOLED
+from pgtask_sa.guards import guard_driver, heed_farewell, lend_savepoints, watch_errors
 
 DRIVER = "postgresql+psycopg"
 LIBPQ_DRIVERS = ("", "psycopg", "psycopg_async", "psycopg2")  # their options are ours, too

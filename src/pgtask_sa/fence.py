@@ -23,7 +23,8 @@ from sqlalchemy.orm import Session
 from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
-from pgtask_sa.ground import AS_BEFORE, FOR_STRANGERS, LOOK, POOLED
+from pgtask_sa.ground import AS_BEFORE, FOR_STRANGERS, POOLED
+from pgtask_sa.guards import LOOK
 from pgtask_sa.sql_reading import as_text, what_it_does
 
 PAST_FENCE = (

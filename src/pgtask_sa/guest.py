@@ -26,7 +26,8 @@ from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution
-from pgtask_sa.ground import SAVEPOINT, TROUBLE, Ground, watch_errors
+from pgtask_sa.ground import SAVEPOINT, TROUBLE, Ground
+from pgtask_sa.guards import watch_errors
 from pgtask_sa.handlers import Handler, TaskRegistry
 from pgtask_sa.reports import next_in_line
 from pgtask_sa.retry import Verdict
