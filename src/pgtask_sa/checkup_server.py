@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import Row, text
 
-from pgtask_sa.crew import transaction_limit
 from pgtask_sa.doctor import Finding
 from pgtask_sa.patient import BLIND, GIVE_DIRECT_URL, Patient, error, ok, warning
+from pgtask_sa.plan import transaction_limit
 
 OLDEST_VERSION = 150_000
 LOOKALIKES = ("CockroachDB", "-YB-", "Redshift", "Materialize", "EnterpriseDB Distributed")

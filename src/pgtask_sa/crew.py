@@ -6,33 +6,27 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 
-from sqlalchemy import URL, Connection
-from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy import Connection
 
 from pgtask_sa.admission import Lease
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
-from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doctor import find_dangers
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.enforcement import Enforcer
 from pgtask_sa.engines import worker_engine
-from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.failures import headline
-from pgtask_sa.handlers import Handler
 from pgtask_sa.lanes import AsyncLane, Lane, Shared, SyncLane
 from pgtask_sa.lease_statements import release_lease
 from pgtask_sa.leases import Keeper
 from pgtask_sa.loops import LoopThread
+from pgtask_sa.plan import Plan, transaction_limit
 from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
-from pgtask_sa.settle import Claimed, Settler, Tables
+from pgtask_sa.settle import Claimed, Settler
 from pgtask_sa.statements import end_transaction
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, Listener, one_line
 from pgtask_sa.watchdog import Watchdog
@@ -41,55 +35,6 @@ from pgtask_sa.watchdog import Watchdog
 # deadlines; more are opened and closed again.
 SIDE_CONNECTIONS = 3
 FENCE_PAUSES = (0.0, 0.1, 0.5)  # seconds before each try
-LIMIT_MARGIN = 30.0  # seconds; a worker that is well enforces its own deadlines before
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a worker works; see `pgtask_sa.Worker` for each value."""
-
-    concurrency: int = 4
-    processes: int = 1
-    claim: ClaimOptions = field(default_factory=ClaimOptions)
-    drain: bool = False
-    grace: float = 30.0
-    idle_interval: float = 5.0
-    report_interval: float = 60.0
-    supervised: bool = False
-
-    def __post_init__(self) -> None:
-        for name, most in (("concurrency", 1000), ("processes", 1000)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ConfigurationError(f"{name} must be an integer from 1 to {most}: {value!r}")
-        if self.idle_interval <= 0 or self.report_interval <= 0:
-            raise ConfigurationError("idle_interval and report_interval must be over 0 seconds")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that a crew needs to know."""
-
-    url: URL
-    options: Options
-    tables: Tables
-    handlers: Mapping[str, Handler]
-    events: Events
-    session: Callable[..., Session]
-    async_session: Callable[..., AsyncSession]
-    direct_url: URL | None = None
-
-
-def transaction_limit(handlers: Mapping[str, Handler], batch_size: int) -> float | None:
-    """Return the seconds after which the server is to end a transaction by itself, if any.
-
-    For a worker that cannot do it any more: one that stands still, or is cut off.
-    """
-    limits = [handler.timeout for handler in handlers.values() if handler.lease is None]
-    known = [limit for limit in limits if limit is not None]
-    if not known or len(known) < len(limits):
-        return None
-    return max(known) * batch_size + LIMIT_MARGIN
 
 
 def _is_ours() -> bool:

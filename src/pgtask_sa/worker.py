@@ -22,13 +22,14 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa import priorities
 from pgtask_sa.claim_orders import ClaimOptions, Order
-from pgtask_sa.crew import Crew, Options, Plan
+from pgtask_sa.crew import Crew
 from pgtask_sa.engines import database_url, given_direct_url, given_url
 from pgtask_sa.enqueue import TaskSession
 from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
+from pgtask_sa.plan import Options, Plan
 from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
 from pgtask_sa.retry import Seconds, as_seconds
