@@ -448,7 +448,7 @@ def test_one_task_does_not_wake_a_whole_fleet(others):
         assert 400 == at_once
     else:
         assert 2 <= at_once <= 80  # 24 on the average
-        assert 0 < min(later) <= max(later) < AFTER_NOTIFY / 2
+        assert 0 < min(later) <= max(later) < AFTER_NOTIFY
 
 
 # -- which lane is woken ---------------------------------------------------------------------

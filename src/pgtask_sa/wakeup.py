@@ -50,7 +50,7 @@ GROWTH = 3.0
 AFTER_NOTIFY = 0.1
 GIVE_WAY = 0.002  # seconds for a lane that was woken, in which no look is to be in its way
 FEW = 3  # workers that answer a notification at once, on the average
-SECOND_LOOK = (0.002, 0.0002)  # seconds until the others look: at least, and for each of them
+SECOND_LOOK = (0.005, 0.001)  # seconds until the others look: at least, and for each of them
 RUNNING_POLL = 0.4
 POOLED_POLL = 1.0  # at most, where nobody tells us
 FOREVER = 3600.0
@@ -325,7 +325,8 @@ class Listener(threading.Thread):
             self._interval, wait = AFTER_NOTIFY, AFTER_NOTIFY
             others = self.count_others()
             if random.random() * (others + 1) >= FEW:  # noqa: S311
-                wait = random.uniform(SECOND_LOOK[0], SECOND_LOOK[0] + SECOND_LOOK[1] * others)  # noqa: S311
+                last = min(SECOND_LOOK[0] + SECOND_LOOK[1] * others, AFTER_NOTIFY)
+                wait = random.uniform(SECOND_LOOK[0], last)  # noqa: S311
             elif self.bell.ring_first():
                 wait = GIVE_WAY  # there may be a task of another kind as well
             now = time.monotonic()
