@@ -51,7 +51,9 @@ def stopped(pid: int) -> bool:
 
 def readable(connection: psycopg.Connection, within: float) -> bool:
     """Whether anything arrives from the server in time."""
-    return bool(select.select([connection.fileno()], [], [], within)[0])
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    return bool(poll.poll(within * 1000))
 
 
 class TestWaitUntil:

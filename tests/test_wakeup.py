@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import select
 import threading
 import time
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.roster import Roster
 from pgtask_sa.wakeup import AFTER_NOTIFY, FEW, GIVE_WAY, Health, Listener
+from pgtask_sa.wire import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -174,7 +174,7 @@ def _ear(running: Running) -> Iterator[Any]:
 
 def _heard(connection: Any, seconds: float) -> int:
     driver = connection.connection.driver_connection
-    select.select([driver.fileno()], [], [], seconds)
+    readable([driver.fileno()], seconds)
     driver.pgconn.consume_input()
     count = 0
     while driver.pgconn.notifies():
@@ -444,6 +444,8 @@ def test_one_task_does_not_wake_a_whole_fleet(others):
         listener._on_work(None, 0)
         at_once += len(woken)
         later += [] if woken else [listener._next_poll - began]
+        for end in (listener._ear, listener._mouth):
+            end.close()
     if others < FEW:
         assert 400 == at_once
     else:
@@ -527,6 +529,6 @@ def test_a_notification_that_comes_with_the_answer_to_a_look(db_url):
         driver = connection.connection.driver_connection
         listener._set_up(connection, driver, 1)
         other.execute(text("notify pgtask_1"))
-        select.select([driver.fileno()], [], [], 5)
+        readable([driver.fileno()], 5)
         assert ((False, None), True) == (listener._look(connection), listener._notified)
     admin.dispose()

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 import random
-import select
 import socket
 import threading
 import time
@@ -43,7 +42,7 @@ from pgtask_sa.events import Events
 from pgtask_sa.failures import headline, in_one_line
 from pgtask_sa.roster import Roster
 from pgtask_sa.tail import Lookout
-from pgtask_sa.wire import AllWired, Row
+from pgtask_sa.wire import AllWired, Row, readable
 
 FIRST_POLL = 0.02
 GROWTH = 3.0
@@ -214,7 +213,7 @@ class Listener(threading.Thread):
     def _rest(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while not self._stopping and (left := end - time.monotonic()) > 0:
-            select.select([self._ear], [], [], left)  # lanes that fall asleep poke us, too
+            readable([self._ear.fileno()], left)  # lanes that fall asleep poke us, too
             self._drain_pokes()
 
     def _serve(self, connection: Connection, driver: Any) -> None:
@@ -259,7 +258,7 @@ class Listener(threading.Thread):
         self._watching = self.bell.anyone_asleep()
         if self._watching and not watched:
             self._interval, self._next_poll = FIRST_POLL, 0.0
-        select.select([self._ear], [], [], min(most, self._patience()))
+        readable([self._ear.fileno()], min(most, self._patience()))
         self._drain_pokes()
         if time.monotonic() >= self._next_poll and self.bell.anyone_asleep():
             self._poll(connection)
@@ -273,8 +272,8 @@ class Listener(threading.Thread):
             self._announce(connection, oid)
         # a notification may have come along with the answer to our own last look
         wait = 0.0 if self._notified else min(most, self._patience())
-        heard, _, _ = select.select([driver.fileno(), self._ear], [], [], wait)
-        if self._ear in heard:
+        ear = self._ear.fileno()
+        if ear in readable([driver.fileno(), ear], wait):
             self._drain_pokes()
         self._hear(driver)
         if self._notified:

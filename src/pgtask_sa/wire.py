@@ -365,6 +365,19 @@ def results(pgconn: pq.abc.PGconn) -> Iterator[pq.abc.PGresult]:
         yield result
 
 
+def readable(files: Iterable[int], seconds: float) -> list[int]:
+    """Wait until one of some files can be read, or so long; return those that can.
+
+    Args:
+        files: their numbers, also over 1,023, which `select.select` does not take.
+        seconds: 0 or more.
+    """
+    poll = select.poll()
+    for number in files:
+        poll.register(number, select.POLLIN)
+    return [number for number, _ in poll.poll(seconds * 1000)]
+
+
 def _wait(pgconn: pq.abc.PGconn, events: int) -> None:
     poll = select.poll()
     poll.register(pgconn.socket, events)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-import select
 import socket
 import sys
 import threading
@@ -36,6 +35,7 @@ from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.signals import early, routed
 from pgtask_sa.supervisor import CUT_OFF, REPLACE_ME, Supervisor
+from pgtask_sa.wire import readable
 from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
@@ -242,7 +242,7 @@ class Worker:
         self._alarm = alarm
         with ear, alarm:
             while not (self._stop_asked or self._signals):
-                select.select([ear], [], [], 1.0)
+                readable([ear.fileno()], 1.0)
             self._alarm = None
         self._stopping.set()
 
