@@ -232,6 +232,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.direct  # through a pooler SET LOCAL lasts until the end of the transaction
 @pytest.mark.parametrize("how", SETTINGS)
 def test_what_a_handler_sets_is_gone_with_the_task(sweeper: Sweeper, how: str):
     """Also for the next tasks of the same batch; what the worker has set is there again."""
