@@ -22,6 +22,7 @@ from processes import WorkerProcess
 from proxy import TcpProxy
 from running import Running
 from sqlalchemy import Engine, create_engine, event, make_url, text
+from sweeping import Sweeper
 from waiting import SOON
 
 from pgtask_sa import Discard, TaskSession, wakeup
@@ -403,6 +404,26 @@ def _pause(running: Running) -> None:
         " and pid <> pg_backend_pid() and state_change > now() - interval '0.4 s'"
     )
     running.until(lambda: [] == running.rows(quiet))
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_the_settings_of_a_transaction_whose_first_look_found_nothing(pooled_url, kind):
+    """They are as for any other: what was opened in vain is not undone together with them."""
+    sweeper, seen = Sweeper(kind, pooled_url), []
+
+    @sweeper.handler("A")
+    def body(session, params, task):
+        seen.append(session.scalar(text("show client_connection_check_interval")))
+
+    def work(execution):
+        sweeper.enqueue({}, task_type="A")
+        execution.sweep()  # it used its session
+        sweeper.enqueue({}, task_type="A", priority=7)  # which nobody has met yet
+        execution.sweep()
+
+    sweeper.run(work)
+    sweeper.close()
+    assert ["250ms"] * 2 == seen
 
 
 def test_an_idle_worker_holds_no_server_connection(direct_db_url, narrow_url):

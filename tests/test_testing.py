@@ -245,6 +245,19 @@ class TestDrain:
         assert [("NOTE", {"body": "a"}, None)] == drain(session, tasks)
         assert ["a"] == _bodies(session)
 
+    def test_the_settings_of_the_test_stay(self, session):
+        """A handler that sets something for its transaction resets nothing of whoever called."""
+        session.execute(text("set statement_timeout = '77s'"))
+        registry = TaskRegistry()
+
+        @registry.handler("SETS")
+        def sets(session, params):
+            session.execute(text("set local lock_timeout = '5s'"))
+
+        session.enqueue("SETS", {})
+        drain(session, registry)
+        assert "77s" == session.scalar(text("show statement_timeout"))
+
     def test_flushes_what_is_pending(self, session):
         """A task that was only just enqueued, with params from a new row, is run as well."""
         row = Note(note_id=7, body="new")

@@ -13,12 +13,12 @@ from typing import Any
 from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa.events import Events
-from pgtask_sa.failures import chain, headline, is_blameless, sqlstate
+from pgtask_sa.failures import READ_ONLY, chain, headline, is_blameless, sqlstate
 from pgtask_sa.settle import Claimed, Settler, TransactionLost
 
 MAX_BLAMELESS = 20
 MOST_COUNTED = 10_000  # tasks that met failures which are nobody's fault
-BEYOND_ITS_REACH = ("53", "25006", "57P02", "57P03")  # disk, memory; a standby; starting up
+BEYOND_ITS_REACH = ("53", READ_ONLY, "57P02", "57P03")  # disk, memory; a standby; starting up
 
 
 class Arrears:

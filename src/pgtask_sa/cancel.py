@@ -28,11 +28,11 @@ from pgtask_sa import presence_statements, reports, statements
 from pgtask_sa.claim import ROW_VERSION
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import sqlstate
+from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.presence_table import worker_table
 from pgtask_sa.retry import Verdict
-from pgtask_sa.settle import LOCK_NOT_AVAILABLE, Claimed, Settler, Tables, Unsettled
+from pgtask_sa.settle import Claimed, Settler, Tables, Unsettled
 
 # Seconds before each look: a task was claimed an instant before its lane notes it, and another
 # transaction may hold the row for an instant. And for how long that look waits for the row when it

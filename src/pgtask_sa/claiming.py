@@ -105,7 +105,9 @@ class Claiming:
         return [REPLAN] if due else []
 
     def _savepoint(self) -> list[bytes]:
-        return [OPEN.encode()] if self.expects_writes else []
+        # through a pooler a transaction holds settings of ours, which go if it is begun afresh
+        is_worth_it = self.expects_writes and not is_pooled(self.connection)
+        return [OPEN.encode()] if is_worth_it else []
 
     def chain(self, ends: Sequence[str]) -> None:
         """Send what ends a transaction and begins the next, and the next claim along with it.

@@ -18,6 +18,7 @@ from sqlalchemy.orm import make_transient_to_detached
 
 from pgtask_sa import insert_statements as statements
 from pgtask_sa.errors import DuplicateTask, EnqueueBlocked, EnqueueError
+from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
 from pgtask_sa.intake import task_connection
 from pgtask_sa.retry import Seconds, as_seconds
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from pgtask_sa.insert_statements import NewTask
     from pgtask_sa.intake import Target
 
-LOCK_NOT_AVAILABLE = "55P03"
 MAX_TYPED_ROWS = 1000  # each is a bind parameter, of which a statement has 32,767 at most
 
 
@@ -90,17 +90,12 @@ def bounded_wait(connection: Connection, timeout: Seconds, label: str) -> Iterat
         savepoint.commit()
     except BaseException as error:
         savepoint.rollback()
-        if isinstance(error, DBAPIError) and _sqlstate(error) == LOCK_NOT_AVAILABLE:
+        if isinstance(error, DBAPIError) and sqlstate(error) == LOCK_NOT_AVAILABLE:
             raise EnqueueBlocked(
                 f"an equal task of type {label!r} is being run or written, and did not end "
                 f"within {milliseconds / 1000:g} s"
             ) from error
         raise
-
-
-def _sqlstate(error: DBAPIError) -> str | None:
-    original = error.orig
-    return getattr(original, "sqlstate", None) or getattr(original, "pgcode", None)
 
 
 def write_many(

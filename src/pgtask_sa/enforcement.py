@@ -37,10 +37,10 @@ from pgtask_sa.admission import Lease
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.execution import Execution
-from pgtask_sa.failures import sqlstate
+from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
 from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.leases import take_over
-from pgtask_sa.settle import LOCK_NOT_AVAILABLE, Claimed, Settler, timed_out
+from pgtask_sa.settle import Claimed, Settler, timed_out
 
 FIRST_PATIENCE = "1s"  # for the lock on the table, and for the server process to end
 PATIENCE = "5s"  # for what waits for that lock, when the process is gone

@@ -37,7 +37,7 @@ from pgtask_sa.claiming import Claiming
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
+from pgtask_sa.failures import READ_ONLY, comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.ground import ENDED, NO_SAVEPOINT, Ground
 from pgtask_sa.handlers import Handler
 from pgtask_sa.retry import Policy, Verdict
@@ -47,7 +47,6 @@ from pgtask_sa.turns import Claimer
 LOST = (TransactionStatus.UNKNOWN, TransactionStatus.IDLE)
 # Whatever a sessionmaker of the user says: in somebody else's transaction there is no other way.
 SESSION: Mapping[str, Any] = {"join_transaction_mode": "create_savepoint", "twophase": False}
-READ_ONLY = "25006"
 IN_USE = "the handler ended while something of it still worked with its session"
 TIME_LIMITS = ("25P03", "25P04")  # the server ended a transaction that took too long
 

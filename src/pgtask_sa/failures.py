@@ -21,11 +21,13 @@ LIBRARIES = tuple(
     str(Path(module).parent) for module in (__file__, sqlalchemy.__file__, psycopg.__file__)
 )
 
+LOCK_NOT_AVAILABLE = "55P03"  # it was waited for as long as lock_timeout says
+READ_ONLY = "25006"
 BLAMELESS = (
     "08",  # connection exceptions
     "57P0",  # the server shuts down, or an administrator ended the connection
     "53",  # out of memory, disk full, too many clients
-    "25006",  # read-only: a standby, or a failover under way
+    READ_ONLY,  # a standby, or a failover under way
     "40001",  # lost a serialisation race
     "40P01",  # a deadlock, and we were the victim
 )

@@ -230,8 +230,8 @@ class Ground:
         pooled = self._info.get(POOLED)
         if self.moved and pooled is not None:
             self._execute("; ".join(filter(None, (FOR_STRANGERS, pooled))))
-        elif self.shifted and pooled is None:
-            self._execute("; ".join(filter(None, (AS_NEW, self._info.get(MADE)))))
+        elif self.shifted and MADE in self._info:  # else it is somebody else's session
+            self._execute(f"{AS_NEW}; {self._info[MADE]}")
         if self.shifted:  # in this order: RESET ALL passes over what was set to the default
             self._execute("; ".join(AS_BEFORE))  # the next of the batch, and our own statements
 

@@ -28,8 +28,8 @@ from pgtask_sa.calls import arguments, close
 from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.execution import READ_ONLY, Execution, Stopped
-from pgtask_sa.failures import comes_from, headline, is_blameless, sqlstate
+from pgtask_sa.execution import Execution, Stopped
+from pgtask_sa.failures import READ_ONLY, comes_from, headline, is_blameless, sqlstate
 from pgtask_sa.fence import Fence
 from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence

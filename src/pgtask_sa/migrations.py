@@ -27,6 +27,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from pgtask_sa.autogenerate import VERSION_TABLE, escape
 from pgtask_sa.engines import libpq_query
 from pgtask_sa.errors import ConfigurationError, TaskError
+from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
 from pgtask_sa.mapping import LOCK_CLASS, TaskBase
 from pgtask_sa.retry import Backoff
 
@@ -43,7 +44,7 @@ MIGRATION_LOCK = 1
 LOCK_TIMEOUT = 0.5
 ATTEMPTS = 30
 _PAUSE = Backoff(base=0.2, factor=1.5, maximum=2.0)
-_LOCK_NOT_AVAILABLE, _DEADLOCK = "55P03", "40P01"
+_DEADLOCK = "40P01"
 
 _log = logging.getLogger(__name__)
 
@@ -302,7 +303,7 @@ def _migrate_patiently(
             _configure(context, connection=connection)
             return _migrate(context, lock_timeout)
         except DBAPIError as error:
-            if _sqlstate(error) not in (_LOCK_NOT_AVAILABLE, _DEADLOCK):
+            if sqlstate(error) not in (LOCK_NOT_AVAILABLE, _DEADLOCK):
                 raise
             blocked = error
         _log.info("the tables are in use; attempt %d of %d to migrate", attempt, attempts)
@@ -362,14 +363,10 @@ def _try_to_prepare(connection: Connection, lock_timeout: float) -> bool:
         for statement in indexes:
             connection.exec_driver_sql(statement)
     except DBAPIError as error:
-        if _sqlstate(error) not in (_LOCK_NOT_AVAILABLE, _DEADLOCK):
+        if sqlstate(error) not in (LOCK_NOT_AVAILABLE, _DEADLOCK):
             raise
         return False
     return True
-
-
-def _sqlstate(error: DBAPIError) -> str | None:
-    return getattr(error.orig, "sqlstate", None) or getattr(error.orig, "pgcode", None)
 
 
 def _lock_holders(connection: Connection) -> str:

@@ -20,7 +20,7 @@ from pgtask_sa.events import Events
 from pgtask_sa.failures import describe, headline, in_one_line, is_blameless
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
-from pgtask_sa.mapping import TaskMixin, dead_task_class, mapped_table, task_table, unique_columns
+from pgtask_sa.mapping import dead_task_class, mapped_table, own_columns, task_table, unique_columns
 from pgtask_sa.retry import Policy, Verdict, decide
 from pgtask_sa.rows import WHOLE_ROW
 
@@ -107,12 +107,7 @@ class Tables:
         self.task: Table = task_table(task_class)
         self.dead: Table = mapped_table(dead_task_class(task_class))
         self.json = statements.is_json(self.task)
-        mapper = task_class.__mapper__
-        self.own_columns: dict[str, str] = {
-            mapper.get_property_by_column(column).key: column.name
-            for column in self.task.columns
-            if column.name not in _LIBRARY_COLUMNS
-        }
+        self.own_columns = {key: column.name for key, column in own_columns(task_class).items()}
         self.unique = unique_columns(task_class)
         self.stored_names = statements.stored_names(self.task)
         self._retries: dict[tuple[str, ...], Executable] = {}
@@ -133,11 +128,9 @@ class Tables:
         return Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
 
 
-LOCK_NOT_AVAILABLE = "55P03"
 CUT_OFF = "the connection was lost while the handler ran"
 NOT_BURIED_DELAY = 300.0  # until a task that the error queue refused is tried again
 KEEPS_ERROR = ("snoozed", "unrun", "cancelled")  # nothing failed: what failed before is kept
-_LIBRARY_COLUMNS = frozenset(TaskMixin.__annotations__)
 
 
 class Settler:
