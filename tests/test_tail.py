@@ -73,8 +73,9 @@ def look_again(clock: list[float]) -> None:
 
 def rows_of(*task_ids: int, newest: int | None) -> list[dict[str, Any]]:
     """Return what a look finds."""
-    found: list[dict[str, Any]] = [{"task_id": n, "level": 0, "kind": "A"} for n in task_ids]
-    return [*found, {"task_id": newest, "level": None, "kind": None}]
+    row = {"level": 0, "kind": "A", "due": None}
+    found: list[dict[str, Any]] = [{**row, "task_id": n} for n in task_ids]
+    return [*found, {"task_id": newest, "level": None, "kind": None, "due": None}]
 
 
 def looked(end: Tail, clock: list[float], rows: list[dict[str, Any]], took: float = 0.01) -> Any:
@@ -315,7 +316,7 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
         given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
         rows = connection.execute(tail_look(TASK), {**given, "others": [1]}).all()
         connection.rollback()
-    assert {(n, 0, "A") for n in range(1, 6)} | {(5, None, None)} == set(map(tuple, rows))
+    assert {(n, 0, "A", None) for n in range(1, 6)} | {(5, None, None, None)} == set(map(tuple, rows))
 
 
 def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:
@@ -325,7 +326,7 @@ def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(text("delete from task"))
         rows = connection.execute(tail_look(TASK), {**given, "others": []}).all()
-    assert [(5, None, None)] == list(map(tuple, rows))
+    assert [(5, None, None, None)] == list(map(tuple, rows))
 
 
 # -- looking for work ------------------------------------------------------------------------------

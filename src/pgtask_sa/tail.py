@@ -5,19 +5,22 @@ indexes. Where few tasks wait, a claim by lottery walks over most of them until 
 for 100,000 dead, and more with every task that is done.
 
 But tasks get their numbers in order, and a queue that is all but empty keeps up: what waits has the
-greatest numbers, but for some. So a lane that finds claims slow keeps a *floor*, the greatest
-number that there was a second ago. It claims from that floor on, along the primary key, and knows
-besides
+greatest numbers, but for some. So a lane that finds claims slow *looks* twenty times a second what
+waits, along the primary key, and what it claims is then
 
-* the *others*: tasks below the floor that waited when it last looked (one that takes long, or whose
-  turn it is not). A look lists all that waits at the end, and so those that a rising floor leaves
-  behind;
+* some of the tasks that it saw (see `listed`);
+* those with numbers that were given out since then;
 * of the tasks that were planned, those that fell due since then.
 
-Whoever gets a number and commits it more than a second later is below the floor when it comes, and
-so is a dead task that is brought back. They are found by the *thorough look*, from the first number
-on, which passes by all dead rows once. It is made as often as it takes a fiftieth of all time: with
-100,000 dead rows, every half second.
+A look does not begin at the first number, either. The lane keeps a *floor*, the greatest number
+that there was a second ago, and looks from there on; and besides for those below it that waited
+when it looked last (one that takes long, or whose turn it is not). Whoever gets a number and
+commits it a moment later, within that second, is found by the next look.
+
+Whoever commits it more than a second later is below the floor when it comes, and so is a dead task
+that is brought back. They are found by the *thorough look*, from the first number on, which passes
+by all dead rows once. It is made as often as it takes a fiftieth of all time: with 100,000 dead
+rows, every half second.
 
 With `MOST_WAITING` tasks or more the lottery is the better way again: it has not far to go.
 """
@@ -31,6 +34,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import Executable, Table
 
 from pgtask_sa.claim_orders import Ask, Pair, Row
+from pgtask_sa.listed import Listed
 from pgtask_sa.statements import peek
 from pgtask_sa.tail_claims import MOST_WAITING, tail_claim, tail_look
 
@@ -68,8 +72,9 @@ class Tail:
         self._claim, self._look = tail_claim(table, batch_size), tail_look(table, next_due=next_due)
         self._mean = 0.0  # seconds
         self._mark: tuple[float, int] | None = None  # when, and the greatest number then
-        self._floor = FIRST
-        self._others: list[int] = []
+        self._floor = self._newest = FIRST
+        self._others: list[int] = []  # below the floor
+        self._listed = Listed(batch_size)
         self._looked = self._sent = self._next_thorough = 0.0
 
     def timed(self, seconds: float, *, along: bool = False) -> None:
@@ -90,20 +95,30 @@ class Tail:
     def claim(self, asked: Sequence[Pair], types: Sequence[str], *, new_first: bool) -> Ask:
         """Return a claim of pairs, in their order."""
         seconds = time.monotonic() - self._looked + LAG
-        given = self._place(asked, types, self._floor, seconds)
+        others = self._listed.choose(asked, new_first=new_first)
+        given = self._place(asked, types, self._newest, seconds, others)
         return self._claim, {**given, "new_first": new_first}
+
+    def took(self, rows: Sequence[Row]) -> set[Pair]:
+        """Take what a claim returned; return the pairs of which it has not tried everything."""
+        return self._listed.took(rows)
 
     def look(self, pairs: Collection[Pair], types: Sequence[str]) -> Ask:
         """Return the look at what waits, of these types; planned tasks only of these pairs."""
         self._sent = time.monotonic()
         self.thorough = not self.in_use or self._sent >= self._next_thorough
         if self.thorough:  # sees all tasks that are due, by their numbers
-            return self._look, self._place(pairs, types, FIRST, 0.0)
+            return self._look, self._place(pairs, types, FIRST, 0.0, ())
         seconds = self._sent - self._looked + LAG
-        return self._look, self._place(pairs, types, self._floor, seconds)
+        return self._look, self._place(pairs, types, self._floor, seconds, self._others)
 
+    @staticmethod
     def _place(
-        self, pairs: Collection[Pair], types: Sequence[str], floor: int, seconds: float
+        pairs: Collection[Pair],
+        types: Sequence[str],
+        floor: int,
+        seconds: float,
+        others: Sequence[int],
     ) -> dict[str, Any]:
         return {
             "levels": [level for level, _ in pairs],
@@ -111,7 +126,7 @@ class Tail:
             "mine": types,
             "floor": floor,
             "seconds": seconds,
-            "others": self._others,
+            "others": list(others),
         }
 
     def learn(self, rows: Sequence[Row]) -> set[Pair]:
@@ -128,12 +143,14 @@ class Tail:
         else:
             self._rise(last["task_id"])
             self._others = [row["task_id"] for row in waiting if row["task_id"] < self._floor]
+            self._listed.replace(waiting)
         return {(row["level"], row["kind"]) for row in waiting}
 
     def _rise(self, newest: int | None) -> None:
         """Let the floor rise to what was the greatest number some time ago."""
         if self._mark is not None and self._sent >= self._mark[0] + LAG:
             self._floor, self._mark, self.in_use = self._mark[1], None, True
+        self._newest = self._floor if newest is None else newest
         if self._mark is None:
             self._mark = self._sent, FIRST if newest is None else newest
 

@@ -2,7 +2,7 @@
 
 What all statements here begin with, as ``waiting``, are three kinds of tasks:
 
-* those with numbers from ``:floor`` on, and not more than `MOST_WAITING` of them;
+* those with numbers from ``:floor`` on, and not more than a few hundred of them;
 * of the given pairs, those that fell due within the last ``:seconds``;
 * certain ones, ``:others``.
 """
@@ -41,7 +41,8 @@ from sqlalchemy.dialects.postgresql import ARRAY, REGCLASS
 from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, integer, server_now, take
 from pgtask_sa.rows import quoted, quoted_name
 
-MOST_WAITING = 200
+MOST_NEW = 200  # tasks above its floor that a claim reads
+MOST_WAITING = 1_000  # tasks that a look lists
 SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
 LAST = literal_column(str(2**63 - 1), BigInteger)
 NEVER = literal_column("'infinity'", LONG_AGO.type)
@@ -55,7 +56,7 @@ def tail_claim(table: Table, limit: int, *, now: Now | None = None) -> Executabl
     go before those that were.
     """
     moment, c = server_now() if now is None else now, table.c
-    turns, found = _turns(table, "place"), _waiting(table, moment)
+    turns, found = _turns(table, "place"), _waiting(table, moment, MOST_NEW)
     is_second = found.c.run_at.is_(None) != cast(bindparam("new_first"), Boolean)
     pair = and_(found.c.priority == turns.c.level, found.c.task_type == turns.c.kind)
     in_order = (
@@ -79,18 +80,20 @@ def tail_claim(table: Table, limit: int, *, now: Now | None = None) -> Executabl
 def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -> Select[Any]:
     """List what waits at the end; takes no lock, and tasks that run are seen, too.
 
-    Returns rows of ``task_id``, ``level`` and ``kind``. In one of them there is no ``kind``: its
-    number is the greatest that any task has got, null if that cannot be told. With ``next_due`` it
-    has also the ``seconds`` (float) until the next task of the given pairs falls due, or null.
+    Returns rows of ``task_id``, ``level``, ``kind`` and ``due``: when it fell due (float, seconds
+    since 1970), null if it was not planned. In one of them there is no ``kind``: its number is the
+    greatest that any task has got, null if that cannot be told. With ``next_due`` it has also the
+    ``seconds`` (float) until the next task of the given pairs falls due, or null.
     """
     moment = server_now() if now is None else now
-    found = _waiting(table, moment)
+    found = _waiting(table, moment, MOST_WAITING)
     waiting = [
         found.c.task_id.label("task_id"),
         found.c.priority.label("level"),
         cast(found.c.task_type, Text).label("kind"),
+        cast(extract("epoch", found.c.run_at), Double).label("due"),
     ]
-    last = [_newest(table), cast(null(), Integer), cast(null(), Text)]
+    last = [_newest(table), cast(null(), Integer), cast(null(), Text), cast(null(), Double)]
     if next_due:
         waiting.append(cast(null(), Double).label("seconds"))
         last.append(_until_due(table, moment))
@@ -126,16 +129,16 @@ def _turns(table: Table, place: str | None = None) -> Any:
     return pairs.render_derived(name="turns")
 
 
-def _waiting(table: Table, now: Now) -> CTE:
+def _waiting(table: Table, now: Now, most: int) -> CTE:
     columns = _columns(table)
     newest = (
         select(*columns)
         .where(_is_at_the_end(table), _is_mine(table), _is_claimable(table, now))
         .order_by(table.c.task_id)
-        .limit(integer(MOST_WAITING))
+        .limit(integer(most))
         .subquery("newest")
     )
-    parts = [newest, _fallen_due(table, now), _others(table, now)]
+    parts = [newest, _fallen_due(table, now, most), _others(table, now)]
     # not all: the same task may be among several of them
     return union(*[select(*part.c) for part in parts]).cte("waiting").prefix_with("MATERIALIZED")
 
@@ -173,10 +176,10 @@ def _is_claimable(table: Table, now: Now) -> ColumnElement[bool]:
     return func.coalesce(table.c.run_at, LONG_AGO) <= now
 
 
-def _fallen_due(table: Table, now: Now) -> Subquery:
+def _fallen_due(table: Table, now: Now, most: int) -> Subquery:
     pairs = _turns(table)
     start = now - cast(bindparam("seconds"), Double) * SECOND
-    due = _planned(table, pairs, table.c.run_at.between(start, now), MOST_WAITING).lateral("due")
+    due = _planned(table, pairs, table.c.run_at.between(start, now), most).lateral("due")
     return select(*due.c).select_from(pairs.join(due, true())).subquery("fallen_due")
 
 

@@ -176,6 +176,7 @@ class Claimer:
         self._survey = survey(table)
         self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
         self._looks_at_tail = False  # the look that was sent last
+        self._claims_at_tail = False  # the claim that was sent last
         self._surveyed: float | None = None  # when
         self._looked = 0.0  # when the last survey was sent
         self._interval = SURVEY_INTERVAL
@@ -218,6 +219,8 @@ class Claimer:
         taken = Counter(map(pair_of, rows))
         limit, by_level = self.options.batch_size, self._way.by_level
         self.turns.count(self._asked, taken, limit, by_level=by_level)
+        if self._claims_at_tail and self._tail is not None:
+            self.turns.warm(self._tail.took(rows) - self.turns.pairs())
         return self._way.in_order(rows, self._asked, taken)
 
     def _note_time(self, seconds: float) -> None:
@@ -263,7 +266,8 @@ class Claimer:
     def _claim(self, asked: Sequence[Pair]) -> Ask:
         assert self._way is not None  # noqa: S101
         self._looks_at_tail = False
-        if self._tail is not None and self._tail.in_use:
+        self._claims_at_tail = self._tail is not None and self._tail.in_use
+        if self._tail is not None and self._claims_at_tail:
             self._asked, new_first = asked, self._random.random() < 0.5  # noqa: PLR2004
             return self._tail.claim(asked, self.types, new_first=new_first)
         ask, self._asked = self._way.claim(asked, self.types)
