@@ -58,8 +58,8 @@ def at_the_end(engine: Engine, clock: list[float], types: Any = ("A",), **option
                     break
             connection.rollback()
             clock[0] += LAG
-    assert chooser._tail is not None
-    assert chooser._tail.in_use
+    assert chooser._detours is not None
+    assert chooser._detours.tail.in_use
     return chooser
 
 
@@ -160,7 +160,7 @@ def test_thorough_looks_take_a_fiftieth_of_all_time(
 def test_lanes_by_key_stay_as_they_are() -> None:
     """Turns by a key, and orders that a statement makes by itself, know no end."""
     key = claimer(table=own_models.PlainJob.__table__, fair_by="tenant")
-    assert [None, None] == [chooser._tail for chooser in (key, claimer(order="random"))]
+    assert [None, None] == [chooser._detours for chooser in (key, claimer(order="random"))]
 
 
 # -- what is claimed -------------------------------------------------------------------------------
@@ -316,7 +316,9 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
         given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
         rows = connection.execute(tail_look(TASK), {**given, "others": [1]}).all()
         connection.rollback()
-    assert {(n, 0, "A", None) for n in range(1, 6)} | {(5, None, None, None)} == set(map(tuple, rows))
+    assert {(n, 0, "A", None) for n in range(1, 6)} | {(5, None, None, None)} == set(
+        map(tuple, rows)
+    )
 
 
 def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:

@@ -74,6 +74,7 @@ from sqlalchemy import (
     Boolean,
     ColumnElement,
     DateTime,
+    Double,
     Executable,
     FromClause,
     Function,
@@ -163,17 +164,19 @@ def fair_claim(
     *,
     due_first: bool,
     more: Sequence[ColumnElement[Any]] = (),
+    bounded: bool = False,
     now: Now | None = None,
 ) -> Executable:
     """Claim by lottery, starting at ``:pivot``, in turns.
 
     The turns are pairs of a priority and a type, in the order of ``:levels`` and ``:types``, which
-    are of the same length. ``more`` is returned as well.
+    are of the same length. ``more`` is returned as well. If it is ``bounded``, planned tasks are
+    taken only if they fell due within the last ``:seconds``, where that is not null.
     """
-    turns = _turns(table)
+    turns, moment = _turns(table), server_now() if now is None else now
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
-    planned = [due(table, mine, limit, server_now() if now is None else now)]
+    planned = [due(table, mine, limit, moment, since(moment) if bounded else LONG_AGO)]
     branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
     wrapped = [select(b.correlate(turns).subquery()) for b in branches]
@@ -291,11 +294,19 @@ def _lottery(table: Table, mine: Sequence[ColumnElement[bool]], limit: int) -> l
     ]
 
 
-def due(table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now) -> Select[Any]:
+def since(now: Now) -> Now:
+    """Return the moment ``:seconds`` ago; long ago, where that is null."""
+    seconds = cast(bindparam("seconds"), Double)
+    return func.coalesce(now - seconds * literal_column("interval '1 second'"), LONG_AGO)
+
+
+def due(
+    table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now, start: Now = LONG_AGO
+) -> Select[Any]:
     """Lock tasks whose time has come, the longest due first; ``mine`` says of which pair."""
     return (
         select(table.c.task_id, IS_TOUCHED)
-        .where(*mine, table.c.run_at.between(LONG_AGO, now))
+        .where(*mine, table.c.run_at.between(start, now))
         .order_by(table.c.run_at)
         .limit(integer(limit))
         .with_for_update(skip_locked=True)

@@ -62,12 +62,15 @@ class Tail:
 
     Attributes:
         in_use: claim here, and not by lottery.
+        is_wanted: look whether this is the better way, also where claims are not slow.
         thorough: the last look was.
+        crowded: it listed as much as it may.
+        is_clear: it met no crowd of dead rows.
         until_due: seconds until the next task falls due, after the last look.
     """
 
     def __init__(self, table: Table, batch_size: int = 1, *, next_due: bool = False) -> None:
-        self.in_use = self.thorough = False
+        self.in_use = self.is_wanted = self.thorough = self.crowded = self.is_clear = False
         self.until_due: float | None = None
         self._claim, self._look = tail_claim(table, batch_size), tail_look(table, next_due=next_due)
         self._mean = 0.0  # seconds
@@ -82,12 +85,12 @@ class Tail:
         if along:
             seconds = max(0.0, seconds - WITH_COMMIT)
         self._mean += (min(seconds, LONGEST) - self._mean) / SHARE
-        if self._mean < SLOW:
+        if self._mean < SLOW and not self.is_wanted:
             self._mark = None
 
     def must_look(self) -> bool:
         """Say whether claims are so slow that it is to be seen whether there is a better way."""
-        if self.in_use or self._mean < SLOW:
+        if self.in_use or (self._mean < SLOW and not self.is_wanted):
             return False
         now = time.monotonic()
         return now >= (self._next_thorough if self._mark is None else self._mark[0] + LAG)
@@ -138,7 +141,9 @@ class Tail:
         waiting = [row for row in rows if row["kind"] is not None]
         (last,) = (row for row in rows if row["kind"] is None)
         self.until_due = last.get("seconds")
-        if len(waiting) >= MOST_WAITING or (self.thorough and took < QUICK):
+        self.crowded = len(waiting) >= MOST_WAITING
+        self.is_clear = self.thorough and took < QUICK
+        if self.crowded or self.is_clear:
             self._leave(now)
         else:
             self._rise(last["task_id"])

@@ -1,0 +1,110 @@
+"""From when on a lane looks for what fell due, where dead rows lie in the way of a crowd.
+
+Of new tasks a crowd is found by lottery at once, however many dead ones lie between them: some are
+among the first entries that the claim meets. Tasks that were planned are found by time, the longest
+due first, and so all dead ones come before those that wait: all that were ever delayed or retried
+while somebody holds a snapshot. Every survey walks over them, and every other claim.
+
+So where surveys are slow a lane knows *since* when there may be some: since the first one that fell
+due and still waits, as the last survey saw, or since that survey. Like the end of the queue (see
+`tail`) this misses what comes late: what is committed more than a second after it fell due, or is
+brought back from the error queue with an old time; and besides all of a pair that was never met. A
+*thorough* survey looks for these, as often as it takes a fiftieth of all time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Table
+
+from pgtask_sa.claim_orders import Ask, Pair, Row
+from pgtask_sa.since_survey import survey_since
+
+LAG = 1.0  # seconds from the time of a task to the commit of it
+SLOW = 0.003  # seconds that a survey takes longer than a claim, on the average
+LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
+QUICK = 0.001  # a thorough survey that takes no longer has met no crowd of dead rows
+ALIKE = 1.5  # nor has one that takes hardly longer than the others
+PART_OF_TIME = 50
+PAUSE, RAREST = 0.5, 10.0  # seconds from one thorough survey to the next
+LONGEST_AGE = 1e9  # seconds; beyond that there is no bound
+
+
+class Since:
+    """What one lane knows of the times of planned tasks; touches no database.
+
+    Args:
+        table: the task table.
+
+    Attributes:
+        on: surveys and claims have a bound.
+        thorough: the last survey had none.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.on = self.thorough = False
+        self._survey = survey_since(table)
+        # seconds, on the average: of claims and surveys without a bound, of surveys that had one
+        self._claim = self._free = self._bounded = 0.0
+        self._age: float | None = None  # of the first one that is due, at the last survey
+        self._looked = self._sent = self._next_thorough = 0.0
+
+    def claimed(self, seconds: float) -> None:
+        """Take notice of how long a claim took."""
+        self._claim += (min(seconds, LONGEST) - self._claim) / SHARE
+
+    def surveyed(self, seconds: float) -> None:
+        """Take notice of how long a survey took; whatever else slows it slows claims as well."""
+        self._free += (min(seconds, LONGEST) - self._free) / SHARE
+        if self._free > self._claim + SLOW:
+            self.begin()
+
+    def begin(self) -> None:
+        """Set a bound, as soon as a thorough survey has told which."""
+        if not self.on:
+            self.on, self._age, self._bounded, self._next_thorough = True, None, 0.0, 0.0
+
+    def end(self) -> None:
+        """Do without one."""
+        self.on, self._free = False, 0.0
+
+    def seconds(self) -> float | None:
+        """Return how far back claims look for planned tasks; None if there is no bound."""
+        if self._age is None:
+            return None
+        seconds = time.monotonic() - self._looked + self._age + LAG
+        return seconds if seconds < LONGEST_AGE else None
+
+    def is_due(self) -> bool:
+        """Say whether it is time to look thoroughly."""
+        return self.on and time.monotonic() >= self._next_thorough
+
+    def look(self, pairs: Collection[Pair], types: Sequence[str]) -> Ask:
+        """Return the survey, of these types; planned tasks only of these pairs, if not of all."""
+        self._sent = time.monotonic()
+        self.thorough = self.is_due()
+        given: dict[str, Any] = {
+            "types": types,
+            "levels": [level for level, _ in pairs],
+            "kinds": [kind for _, kind in pairs],
+            "seconds": None if self.thorough else self.seconds(),
+            "thorough": self.thorough,
+        }
+        return self._survey, given
+
+    def learn(self, rows: Sequence[Row]) -> set[Pair]:
+        """Take what a survey returned; return the pairs that wait."""
+        now = time.monotonic()
+        took, self._looked = now - self._sent, self._sent
+        ages = [row["age"] for row in rows if row["age"] is not None]
+        self._age = max([0.0, *ages])
+        if not self.thorough:
+            self._bounded += (took - self._bounded) / SHARE
+        else:
+            self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
+            if took < max(QUICK, ALIKE * self._bounded):
+                self.end()
+        return {(row["level"], row["kind"]) for row in rows}

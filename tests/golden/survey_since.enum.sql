@@ -1,0 +1,42 @@
+WITH RECURSIVE ready_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NULL
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS first
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM ready_pairs JOIN LATERAL (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NULL AND (jobs.enum_job.priority, jobs.enum_job.task_type) > (ready_pairs.level, ready_pairs.kind)
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS larger ON true), planned_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NOT NULL
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS first
+WHERE CAST(%(thorough)s AS BOOLEAN)
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM planned_pairs JOIN LATERAL (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
+FROM jobs.enum_job
+WHERE jobs.enum_job.run_at IS NOT NULL AND (jobs.enum_job.priority, jobs.enum_job.task_type) > (planned_pairs.level, planned_pairs.kind)
+ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
+LIMIT 1) AS larger ON true)
+SELECT ready_pairs.level, CAST(ready_pairs.kind AS TEXT) AS kind, CAST(NULL AS DOUBLE PRECISION) AS age
+FROM ready_pairs
+WHERE ready_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))
+UNION ALL
+SELECT pairs.level, CAST(pairs.kind AS TEXT) AS kind, CAST(EXTRACT(epoch
+FROM statement_timestamp()) - EXTRACT(epoch
+FROM due.run_at) AS DOUBLE PRECISION) AS anon_1
+FROM (SELECT given.level AS level, given.kind AS kind
+FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(kinds)s::TEXT[] AS jobs.kind[])) AS given(level, kind) UNION
+SELECT planned_pairs.level AS level, planned_pairs.kind AS kind
+FROM planned_pairs
+WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))) AS pairs JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
+FROM jobs.enum_job
+WHERE jobs.enum_job.priority = pairs.level AND jobs.enum_job.task_type = pairs.kind AND jobs.enum_job.run_at BETWEEN coalesce(statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second', '-infinity') AND statement_timestamp()
+ORDER BY jobs.enum_job.run_at
+LIMIT 1) AS due ON true

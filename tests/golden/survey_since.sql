@@ -1,0 +1,42 @@
+WITH RECURSIVE ready_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT task.priority AS level, task.task_type AS kind
+FROM task
+WHERE task.run_at IS NULL
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS first
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM ready_pairs JOIN LATERAL (SELECT task.priority AS level, task.task_type AS kind
+FROM task
+WHERE task.run_at IS NULL AND (task.priority, task.task_type) > (ready_pairs.level, ready_pairs.kind)
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS larger ON true), planned_pairs(level, kind) AS (SELECT first.level AS level, first.kind AS kind
+FROM (SELECT task.priority AS level, task.task_type AS kind
+FROM task
+WHERE task.run_at IS NOT NULL
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS first
+WHERE CAST(%(thorough)s AS BOOLEAN)
+UNION ALL
+SELECT larger.level AS level, larger.kind AS kind
+FROM planned_pairs JOIN LATERAL (SELECT task.priority AS level, task.task_type AS kind
+FROM task
+WHERE task.run_at IS NOT NULL AND (task.priority, task.task_type) > (planned_pairs.level, planned_pairs.kind)
+ORDER BY task.priority, task.task_type
+LIMIT 1) AS larger ON true)
+SELECT ready_pairs.level, CAST(ready_pairs.kind AS TEXT) AS kind, CAST(NULL AS DOUBLE PRECISION) AS age
+FROM ready_pairs
+WHERE ready_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS TEXT[]))
+UNION ALL
+SELECT pairs.level, CAST(pairs.kind AS TEXT) AS kind, CAST(EXTRACT(epoch
+FROM statement_timestamp()) - EXTRACT(epoch
+FROM due.run_at) AS DOUBLE PRECISION) AS anon_1
+FROM (SELECT given.level AS level, given.kind AS kind
+FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(kinds)s::TEXT[] AS TEXT[])) AS given(level, kind) UNION
+SELECT planned_pairs.level AS level, planned_pairs.kind AS kind
+FROM planned_pairs
+WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS TEXT[]))) AS pairs JOIN LATERAL (SELECT task.run_at AS run_at
+FROM task
+WHERE task.priority = pairs.level AND task.task_type = pairs.kind AND task.run_at BETWEEN coalesce(statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second', '-infinity') AND statement_timestamp()
+ORDER BY task.run_at
+LIMIT 1) AS due ON true
