@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +73,11 @@ def look_again(clock: list[float]) -> None:
 # -- when ------------------------------------------------------------------------------------------
 
 
-def rows_of(*task_ids: int, newest: int | None) -> list[dict[str, Any]]:
+def rows_of(*task_ids: int, newest: int | None, now: float = 0.0) -> list[dict[str, Any]]:
     """Return what a look finds."""
     row = {"level": 0, "kind": "A", "due": None}
     found: list[dict[str, Any]] = [{**row, "task_id": n} for n in task_ids]
-    return [*found, {"task_id": newest, "level": None, "kind": None, "due": None}]
+    return [*found, {"task_id": newest, "level": None, "kind": None, "due": now}]
 
 
 def looked(end: Tail, clock: list[float], rows: list[dict[str, Any]], took: float = 0.01) -> Any:
@@ -269,15 +271,17 @@ def test_a_task_that_falls_due_below_the_floor(engine: Engine, slow: list[float]
         assert [1] == ids(sweep(connection, chooser))
 
 
-def test_a_task_that_fell_due_while_nobody_looked(engine: Engine, slow: list[float]) -> None:
-    """After a long pause the window reaches back to the last look."""
-    fill(engine, 1, run_at="now() + interval '1 day'")
-    chooser = at_the_end(engine, slow)
-    with engine.begin() as other:
-        other.execute(text("update task set run_at = now() - interval '5 minutes'"))
-    slow[0] += 300
-    with engine.connect() as connection:
-        assert [1] == ids(sweep(connection, chooser))
+def test_a_task_that_fell_due_while_nobody_looked(clock: list[float]) -> None:
+    """However long ago the last look was, its time is where the next claim and look begin."""
+    end = Tail(TASK)
+    looked(end, clock, rows_of(newest=90, now=5000.0))
+    end.in_use = True
+    clock[0] += 300
+    _, claim = end.claim([(0, "A")], ["A"], new_first=True)
+    _, look = end.look([(0, "A")], ["A"])
+    assert (5000.0 - LAG, math.inf) == (claim["since"], look["since"])  # a thorough look sees all
+    end.learn(rows_of(newest=90, now=5300.0))
+    assert 5300.0 - LAG == end.look([(0, "A")], ["A"])[1]["since"]
 
 
 def test_a_late_commit_waits_for_a_thorough_look(engine: Engine, slow: list[float]) -> None:
@@ -313,7 +317,7 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
         connection.execute(text("create role plain"))
         connection.execute(text("grant select, delete, update on task to plain"))
         connection.execute(text("set local role plain"))
-        given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
+        given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "since": 0.0}
         rows = connection.execute(tail_look(TASK), {**given, "others": [1]}).all()
         connection.rollback()
     assert {(n, 0, "A", None) for n in range(1, 6)} | {(5, None, None, None)} == set(
@@ -324,11 +328,11 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
 def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:
     """Also if no task is left that has it."""
     fill(engine, 5)
-    given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
+    given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "since": 0.0}
     with engine.begin() as connection:
         connection.execute(text("delete from task"))
         rows = connection.execute(tail_look(TASK), {**given, "others": []}).all()
-    assert [(5, None, None, None)] == list(map(tuple, rows))
+    assert [(5, None, None)] == [tuple(row)[:3] for row in rows]
 
 
 # -- looking for work ------------------------------------------------------------------------------
@@ -499,7 +503,7 @@ END: dict[str, Any] = {
     "types": ["A", "B"],
     "mine": ["A", "B"],
     "floor": DEAD - 500,
-    "seconds": 1.5,
+    "since": time.time() - 1.5,  # the server is on this machine
     "others": [],
 }
 

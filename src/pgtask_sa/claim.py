@@ -88,6 +88,7 @@ from sqlalchemy import (
     cast,
     column,
     delete,
+    extract,
     func,
     literal_column,
     or_,
@@ -171,12 +172,12 @@ def fair_claim(
 
     The turns are pairs of a priority and a type, in the order of ``:levels`` and ``:types``, which
     are of the same length. ``more`` is returned as well. If it is ``bounded``, planned tasks are
-    taken only if they fell due within the last ``:seconds``, where that is not null.
+    taken only if they fell due after ``:since`` (float, seconds after 1970).
     """
     turns, moment = _turns(table), server_now() if now is None else now
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
-    planned = [due(table, mine, limit, moment, since(moment) if bounded else LONG_AGO)]
+    planned = [due(table, mine, limit, moment, since() if bounded else LONG_AGO)]
     branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
     wrapped = [select(b.correlate(turns).subquery()) for b in branches]
@@ -294,10 +295,14 @@ def _lottery(table: Table, mine: Sequence[ColumnElement[bool]], limit: int) -> l
     ]
 
 
-def since(now: Now) -> Now:
-    """Return the moment ``:seconds`` ago; long ago, where that is null."""
-    seconds = cast(bindparam("seconds"), Double)
-    return func.coalesce(now - seconds * literal_column("interval '1 second'"), LONG_AGO)
+def since() -> Now:
+    """Return the moment ``:since`` (float, seconds after 1970, or infinite)."""
+    return func.to_timestamp(cast(bindparam("since"), Double))
+
+
+def epoch(moment: Now) -> ColumnElement[Any]:
+    """Return a moment as seconds after 1970 (float)."""
+    return cast(extract("epoch", moment), Double)
 
 
 def due(

@@ -172,9 +172,9 @@ class ByType:
         """Ask for all the pairs, in their order."""
         return (self.chance.choice(self.claims), self._given(asked)), asked
 
-    def claim_since(self, seconds: float | None, asked: Sequence[Pair]) -> Ask:
-        """Ask for all the pairs, in their order, and look so far back for planned tasks."""
-        return self.chance.choice(self.bounded), {**self._given(asked), "seconds": seconds}
+    def claim_since(self, moment: float, asked: Sequence[Pair]) -> Ask:
+        """Ask for all the pairs, in their order; for planned tasks from a moment on."""
+        return self.chance.choice(self.bounded), {**self._given(asked), "since": moment}
 
     def _given(self, asked: Sequence[Pair]) -> dict[str, Any]:
         return {

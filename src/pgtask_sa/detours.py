@@ -62,7 +62,7 @@ class Detours:
             return self.tail.claim(asked, types, new_first=new_first)
         if self.since.on:
             self._claimed = self.since
-            return self._lottery.claim_since(self.since.seconds(), asked)
+            return self._lottery.claim_since(self.since.bound, asked)
         return None
 
     def look(self, pairs: Collection[Pair], types: Sequence[str]) -> Ask | None:
@@ -78,7 +78,6 @@ class Detours:
         """Take notice of how long the last claim took, if it was by lottery."""
         if self._claimed is not self.tail:
             self.tail.timed(seconds, along=along)
-        if self._claimed is None:
             self.since.claimed(seconds)
 
     def surveyed(self, seconds: float, *, along: bool) -> None:

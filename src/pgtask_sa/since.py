@@ -14,6 +14,7 @@ brought back from the error queue with an old time; and besides all of a pair th
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -26,11 +27,11 @@ from pgtask_sa.since_survey import survey_since
 LAG = 1.0  # seconds from the time of a task to the commit of it
 SLOW = 0.003  # seconds that a survey takes longer than a claim, on the average
 LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
-QUICK = 0.001  # a thorough survey that takes no longer has met no crowd of dead rows
-ALIKE = 1.5  # nor has one that takes hardly longer than the others
+QUICK = 0.001  # and if it is no more than this, there is no crowd of dead rows any more
 PART_OF_TIME = 50
 PAUSE, RAREST = 0.5, 10.0  # seconds from one thorough survey to the next
-LONGEST_AGE = 1e9  # seconds; beyond that there is no bound
+ANY = -math.inf
+EARLIEST = -1e10  # 300 years before 1970; beyond that there is no bound
 
 
 class Since:
@@ -42,15 +43,15 @@ class Since:
     Attributes:
         on: surveys and claims have a bound.
         thorough: the last survey had none.
+        bound: the server's time from which on planned tasks are looked for; seconds after 1970.
     """
 
     def __init__(self, table: Table) -> None:
         self.on = self.thorough = False
         self._survey = survey_since(table)
-        # seconds, on the average: of claims and surveys without a bound, of surveys that had one
-        self._claim = self._free = self._bounded = 0.0
-        self._age: float | None = None  # of the first one that is due, at the last survey
-        self._looked = self._sent = self._next_thorough = 0.0
+        self._claim = self._whole = 0.0  # seconds, on the average; of surveys without a bound
+        self.bound = ANY
+        self._sent = self._next_thorough = 0.0
 
     def claimed(self, seconds: float) -> None:
         """Take notice of how long a claim took."""
@@ -58,25 +59,22 @@ class Since:
 
     def surveyed(self, seconds: float) -> None:
         """Take notice of how long a survey took; whatever else slows it slows claims as well."""
-        self._free += (min(seconds, LONGEST) - self._free) / SHARE
-        if self._free > self._claim + SLOW:
+        self._whole += (min(seconds, LONGEST) - self._whole) / SHARE
+        if self._whole > self._claim + SLOW:
             self.begin()
+        elif self._whole < self._claim + QUICK:
+            self.end()
 
     def begin(self) -> None:
         """Set a bound, as soon as a thorough survey has told which."""
         if not self.on:
-            self.on, self._age, self._bounded, self._next_thorough = True, None, 0.0, 0.0
+            self.on, self.bound, self._next_thorough = True, ANY, 0.0
+            self._whole = LONGEST
 
     def end(self) -> None:
         """Do without one."""
-        self.on, self._free = False, 0.0
-
-    def seconds(self) -> float | None:
-        """Return how far back claims look for planned tasks; None if there is no bound."""
-        if self._age is None:
-            return None
-        seconds = time.monotonic() - self._looked + self._age + LAG
-        return seconds if seconds < LONGEST_AGE else None
+        if self.on:
+            self.on, self._whole = False, 0.0
 
     def is_due(self) -> bool:
         """Say whether it is time to look thoroughly."""
@@ -90,7 +88,7 @@ class Since:
             "types": types,
             "levels": [level for level, _ in pairs],
             "kinds": [kind for _, kind in pairs],
-            "seconds": None if self.thorough else self.seconds(),
+            "since": ANY if self.thorough else self.bound,
             "thorough": self.thorough,
         }
         return self._survey, given
@@ -98,13 +96,10 @@ class Since:
     def learn(self, rows: Sequence[Row]) -> set[Pair]:
         """Take what a survey returned; return the pairs that wait."""
         now = time.monotonic()
-        took, self._looked = now - self._sent, self._sent
-        ages = [row["age"] for row in rows if row["age"] is not None]
-        self._age = max([0.0, *ages])
-        if not self.thorough:
-            self._bounded += (took - self._bounded) / SHARE
-        else:
+        took = now - self._sent
+        first = min(row["due"] for row in rows if row["due"] is not None)  # at the latest now
+        self.bound = first - LAG if first > EARLIEST else ANY
+        if self.thorough:
             self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
-            if took < max(QUICK, ALIKE * self._bounded):
-                self.end()
-        return {(row["level"], row["kind"]) for row in rows}
+            self.surveyed(took)
+        return {(row["level"], row["kind"]) for row in rows if row["kind"] is not None}

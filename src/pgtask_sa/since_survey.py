@@ -15,7 +15,6 @@ from sqlalchemy import (
     Text,
     bindparam,
     cast,
-    extract,
     func,
     null,
     select,
@@ -25,30 +24,28 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from pgtask_sa.claim import Now, server_now, since
+from pgtask_sa.claim import Now, epoch, server_now, since
 from pgtask_sa.statements import asked_for, distinct_pairs, listed, next_planned
 
 
 def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
-    """List the pairs that wait now, and of those that fell due how long ago the first one did.
+    """List the pairs that wait now, and of those that fell due when the first one did.
 
     Parameters: ``:types``; ``:levels`` and ``:kinds``, pairs of which planned tasks are looked for,
-    and ``:seconds``, how far back; null for all. With ``:thorough`` they are looked for of all
-    pairs.
+    and ``:since``, from when on. With ``:thorough`` they are looked for of all pairs.
 
-    Returns rows of ``level``, ``kind`` and ``age`` (float, seconds), null where that is not asked.
+    Returns rows of ``level``, ``kind`` and ``due`` (float, seconds after 1970), null of those that
+    were not planned. In one of them there is no ``kind``, and the time is that of the survey.
     """
     moment = server_now() if now is None else now
     ready = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None))
     pairs = _planned_pairs(table)
-    due = next_planned(table, pairs, table.c.run_at.between(since(moment), moment)).lateral("due")
-    # not the difference of two moments: one of them may be infinite
-    age = extract("epoch", moment) - extract("epoch", due.c.run_at)
-    found = select(pairs.c.level, cast(pairs.c.kind, Text).label("kind"), cast(age, Double))
-    nothing = cast(null(), Double).label("age")
+    first = next_planned(table, pairs, table.c.run_at.between(since(), moment)).lateral("first_due")
+    found = select(pairs.c.level, cast(pairs.c.kind, Text).label("kind"), epoch(first.c.run_at))
     return union_all(
-        listed(ready).add_columns(nothing).where(asked_for(table, ready)),
-        found.select_from(pairs.join(due, true())),
+        listed(ready).add_columns(cast(null(), Double).label("due")).where(asked_for(table, ready)),
+        found.select_from(pairs.join(first, true())),
+        select(cast(null(), Integer), cast(null(), Text), epoch(moment)),
     )  # type: ignore[return-value]
 
 

@@ -27,6 +27,7 @@ With `MOST_WAITING` tasks or more the lottery is the better way again: it has no
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -41,7 +42,8 @@ from pgtask_sa.tail_claims import MOST_WAITING, tail_claim, tail_look
 Question: TypeAlias = "Callable[[Executable, Mapping[str, Any]], Sequence[Row]]"
 
 FIRST = -(2**63)  # the smallest number there may be
-LAG = 1.0  # seconds that a transaction has from numbering its tasks to its commit
+NEVER = math.inf
+LAG = 1.0  # seconds that a transaction has from the number, or the time, of a task to its commit
 SLOW = 0.003  # seconds, on the average
 WITH_COMMIT = 0.007  # that much more is not the claim's fault, if it travels with a COMMIT
 LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
@@ -78,7 +80,8 @@ class Tail:
         self._floor = self._newest = FIRST
         self._others: list[int] = []  # below the floor
         self._listed = Listed(batch_size)
-        self._looked = self._sent = self._next_thorough = 0.0
+        self._seen = NEVER  # the server's time at the last look
+        self._sent = self._next_thorough = 0.0
 
     def timed(self, seconds: float, *, along: bool = False) -> None:
         """Take notice of how long a claim by lottery took, or a look at its indexes."""
@@ -97,9 +100,8 @@ class Tail:
 
     def claim(self, asked: Sequence[Pair], types: Sequence[str], *, new_first: bool) -> Ask:
         """Return a claim of pairs, in their order."""
-        seconds = time.monotonic() - self._looked + LAG
         others = self._listed.choose(asked, new_first=new_first)
-        given = self._place(asked, types, self._newest, seconds, others)
+        given = self._place(asked, types, self._newest, self._seen - LAG, others)
         return self._claim, {**given, "new_first": new_first}
 
     def took(self, rows: Sequence[Row]) -> set[Pair]:
@@ -111,16 +113,16 @@ class Tail:
         self._sent = time.monotonic()
         self.thorough = not self.in_use or self._sent >= self._next_thorough
         if self.thorough:  # sees all tasks that are due, by their numbers
-            return self._look, self._place(pairs, types, FIRST, 0.0, ())
-        seconds = self._sent - self._looked + LAG
-        return self._look, self._place(pairs, types, self._floor, seconds, self._others)
+            return self._look, self._place(pairs, types, FIRST, NEVER, ())
+        since = self._seen - LAG
+        return self._look, self._place(pairs, types, self._floor, since, self._others)
 
     @staticmethod
     def _place(
         pairs: Collection[Pair],
         types: Sequence[str],
         floor: int,
-        seconds: float,
+        since: float,
         others: Sequence[int],
     ) -> dict[str, Any]:
         return {
@@ -128,19 +130,19 @@ class Tail:
             "types": [kind for _, kind in pairs],
             "mine": types,
             "floor": floor,
-            "seconds": seconds,
+            "since": since,
             "others": list(others),
         }
 
     def learn(self, rows: Sequence[Row]) -> set[Pair]:
         """Take what a look returned; return the pairs that wait."""
         now = time.monotonic()
-        took, self._looked = now - self._sent, self._sent
+        took = now - self._sent
         if self.thorough:
             self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
         waiting = [row for row in rows if row["kind"] is not None]
         (last,) = (row for row in rows if row["kind"] is None)
-        self.until_due = last.get("seconds")
+        self.until_due, self._seen = last.get("seconds"), last["due"]
         self.crowded = len(waiting) >= MOST_WAITING
         self.is_clear = self.thorough and took < QUICK
         if self.crowded or self.is_clear:

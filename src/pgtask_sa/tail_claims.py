@@ -3,7 +3,7 @@
 What all statements here begin with, as ``waiting``, are three kinds of tasks:
 
 * those with numbers from ``:floor`` on, and not more than a few hundred of them;
-* of the given pairs, those that fell due within the last ``:seconds``;
+* of the given pairs, those that fell due after ``:since`` (float, seconds after 1970);
 * certain ones, ``:others``.
 """
 
@@ -38,12 +38,11 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY, REGCLASS
 
-from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, integer, server_now, take
+from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, epoch, integer, server_now, since, take
 from pgtask_sa.rows import quoted, quoted_name
 
 MOST_NEW = 200  # tasks above its floor that a claim reads
 MOST_WAITING = 1_000  # tasks that a look lists
-SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
 LAST = literal_column(str(2**63 - 1), BigInteger)
 NEVER = literal_column("'infinity'", LONG_AGO.type)
 
@@ -81,9 +80,10 @@ def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -
     """List what waits at the end; takes no lock, and tasks that run are seen, too.
 
     Returns rows of ``task_id``, ``level``, ``kind`` and ``due``: when it fell due (float, seconds
-    since 1970), null if it was not planned. In one of them there is no ``kind``: its number is the
-    greatest that any task has got, null if that cannot be told. With ``next_due`` it has also the
-    ``seconds`` (float) until the next task of the given pairs falls due, or null.
+    after 1970), null if it was not planned. In one of them there is no ``kind``: its number is the
+    greatest that any task has got, null if that cannot be told, and its time that of the look. With
+    ``next_due`` it has also the ``seconds`` (float) until the next task of the given pairs falls
+    due, or null.
     """
     moment = server_now() if now is None else now
     found = _waiting(table, moment, MOST_WAITING)
@@ -91,9 +91,9 @@ def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -
         found.c.task_id.label("task_id"),
         found.c.priority.label("level"),
         cast(found.c.task_type, Text).label("kind"),
-        cast(extract("epoch", found.c.run_at), Double).label("due"),
+        epoch(found.c.run_at).label("due"),
     ]
-    last = [_newest(table), cast(null(), Integer), cast(null(), Text), cast(null(), Double)]
+    last = [_newest(table), cast(null(), Integer), cast(null(), Text), epoch(moment)]
     if next_due:
         waiting.append(cast(null(), Double).label("seconds"))
         last.append(_until_due(table, moment))
@@ -178,8 +178,7 @@ def _is_claimable(table: Table, now: Now) -> ColumnElement[bool]:
 
 def _fallen_due(table: Table, now: Now, most: int) -> Subquery:
     pairs = _turns(table)
-    start = now - cast(bindparam("seconds"), Double) * SECOND
-    due = _planned(table, pairs, table.c.run_at.between(start, now), most).lateral("due")
+    due = _planned(table, pairs, table.c.run_at.between(since(), now), most).lateral("due")
     return select(*due.c).select_from(pairs.join(due, true())).subquery("fallen_due")
 
 

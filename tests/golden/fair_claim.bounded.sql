@@ -2,7 +2,7 @@ WITH chosen AS MATERIALIZED (SELECT picked.task_id AS task_id, picked.touched AS
 FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT anon_1.task_id AS task_id, anon_1.touched AS touched
 FROM (SELECT task.task_id AS task_id, xmax <> '0'::xid AS touched
 FROM task
-WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN coalesce(statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second', '-infinity') AND statement_timestamp()
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
 ORDER BY task.run_at
 LIMIT 1 FOR UPDATE SKIP LOCKED) AS anon_1
 UNION ALL

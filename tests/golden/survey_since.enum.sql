@@ -24,19 +24,21 @@ FROM jobs.enum_job
 WHERE jobs.enum_job.run_at IS NOT NULL AND (jobs.enum_job.priority, jobs.enum_job.task_type) > (planned_pairs.level, planned_pairs.kind)
 ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
 LIMIT 1) AS larger ON true)
-SELECT ready_pairs.level, CAST(ready_pairs.kind AS TEXT) AS kind, CAST(NULL AS DOUBLE PRECISION) AS age
+SELECT ready_pairs.level, CAST(ready_pairs.kind AS TEXT) AS kind, CAST(NULL AS DOUBLE PRECISION) AS due
 FROM ready_pairs
 WHERE ready_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))
 UNION ALL
 SELECT pairs.level, CAST(pairs.kind AS TEXT) AS kind, CAST(EXTRACT(epoch
-FROM statement_timestamp()) - EXTRACT(epoch
-FROM due.run_at) AS DOUBLE PRECISION) AS anon_1
+FROM first_due.run_at) AS DOUBLE PRECISION) AS anon_1
 FROM (SELECT given.level AS level, given.kind AS kind
 FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(kinds)s::TEXT[] AS jobs.kind[])) AS given(level, kind) UNION
 SELECT planned_pairs.level AS level, planned_pairs.kind AS kind
 FROM planned_pairs
 WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))) AS pairs JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.priority = pairs.level AND jobs.enum_job.task_type = pairs.kind AND jobs.enum_job.run_at BETWEEN coalesce(statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second', '-infinity') AND statement_timestamp()
+WHERE jobs.enum_job.priority = pairs.level AND jobs.enum_job.task_type = pairs.kind AND jobs.enum_job.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
 ORDER BY jobs.enum_job.run_at
-LIMIT 1) AS due ON true
+LIMIT 1) AS first_due ON true
+UNION ALL
+SELECT CAST(NULL AS INTEGER) AS anon_2, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_3

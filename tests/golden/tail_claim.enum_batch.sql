@@ -8,7 +8,7 @@ SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_du
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
 FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS jobs.kind[])) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
 ORDER BY jobs.enum_job.run_at
 LIMIT 200) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at

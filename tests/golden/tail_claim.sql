@@ -8,7 +8,7 @@ SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_du
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
 FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
-WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
 ORDER BY task.run_at
 LIMIT 200) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at

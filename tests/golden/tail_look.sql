@@ -8,7 +8,7 @@ SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_du
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
 FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
-WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
 ORDER BY task.run_at
 LIMIT 1000) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at
@@ -23,4 +23,5 @@ FROM waiting
 UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('task', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('task', 'task_id') AS REGCLASS)) END, (SELECT max(task.task_id) AS max_1
 FROM task
-WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_2) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_3, CAST(NULL AS TEXT) AS anon__1, CAST(NULL AS DOUBLE PRECISION) AS anon__2
+WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_2) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_3, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_4
