@@ -154,6 +154,7 @@ PARTS = {
     "own_types",
     "due",
     "since",
+    "epoch",
     "distinct_pairs",
     "listed",
     "asked_for",

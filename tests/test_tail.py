@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -271,17 +270,17 @@ def test_a_task_that_falls_due_below_the_floor(engine: Engine, slow: list[float]
         assert [1] == ids(sweep(connection, chooser))
 
 
-def test_a_task_that_fell_due_while_nobody_looked(clock: list[float]) -> None:
+def test_a_task_that_fell_due_while_nobody_looked(slow: list[float]) -> None:
     """However long ago the last look was, its time is where the next claim and look begin."""
     end = Tail(TASK)
-    looked(end, clock, rows_of(newest=90, now=5000.0))
-    end.in_use = True
-    clock[0] += 300
+    for now in (5000.0, 5001.0):
+        looked(end, slow, rows_of(newest=90, now=now))
+        slow[0] += LAG
+    slow[0] += 5  # and no thorough look is due
     _, claim = end.claim([(0, "A")], ["A"], new_first=True)
-    _, look = end.look([(0, "A")], ["A"])
-    assert (5000.0 - LAG, math.inf) == (claim["since"], look["since"])  # a thorough look sees all
-    end.learn(rows_of(newest=90, now=5300.0))
-    assert 5300.0 - LAG == end.look([(0, "A")], ["A"])[1]["since"]
+    look = looked(end, slow, rows_of(newest=90, now=5007.0))
+    assert [5001.0 - LAG] * 2 == [claim["since"], look["since"]]
+    assert 5007.0 - LAG == looked(end, slow, rows_of(newest=90))["since"]
 
 
 def test_a_late_commit_waits_for_a_thorough_look(engine: Engine, slow: list[float]) -> None:

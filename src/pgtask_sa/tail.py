@@ -48,7 +48,7 @@ SLOW = 0.003  # seconds, on the average
 WITH_COMMIT = 0.007  # that much more is not the claim's fault, if it travels with a COMMIT
 LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
 QUICK = 0.001  # a thorough look that takes no longer has met no crowd of dead rows
-PART_OF_TIME = 50
+PART_OF_TIME, PART_IN_A_CROWD = 50, 200
 RAREST = 10.0  # seconds from one thorough look to the next, at most: one may have been held up
 MOST_MET = 1_000
 PAUSE = 0.5  # seconds from one thorough look to the next, at least
@@ -138,13 +138,14 @@ class Tail:
         """Take what a look returned; return the pairs that wait."""
         now = time.monotonic()
         took = now - self._sent
-        if self.thorough:
-            self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
         waiting = [row for row in rows if row["kind"] is not None]
         (last,) = (row for row in rows if row["kind"] is None)
         self.until_due, self._seen = last.get("seconds"), last["due"]
         self.crowded = len(waiting) >= MOST_WAITING
         self.is_clear = self.thorough and took < QUICK
+        if self.thorough:
+            part = PART_IN_A_CROWD if self.crowded else PART_OF_TIME
+            self._next_thorough = now + min(max(PAUSE, part * took), RAREST)
         if self.crowded or self.is_clear:
             self._leave(now)
         else:
