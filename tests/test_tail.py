@@ -319,9 +319,8 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
         given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "since": 0.0}
         rows = connection.execute(tail_look(TASK), {**given, "others": [1]}).all()
         connection.rollback()
-    assert {(n, 0, "A", None) for n in range(1, 6)} | {(5, None, None, None)} == set(
-        map(tuple, rows)
-    )
+    expected = {(n, 0, "A") for n in range(1, 6)} | {(5, None, None)}
+    assert expected == {tuple(row)[:3] for row in rows}
 
 
 def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:

@@ -99,5 +99,6 @@ class Detours:
             self.since.end()
         elif self._sent is self.tail and self.tail.crowded:
             self.since.begin()
+            self.since.reach(rows)
         self.tail.is_wanted = self.since.on
         return pairs

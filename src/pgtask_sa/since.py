@@ -76,6 +76,10 @@ class Since:
         if self.on:
             self.on, self._whole = False, 0.0
 
+    def reach(self, rows: Sequence[Row]) -> None:
+        """Look as far back as something is due that another look has found."""
+        self.bound = min(self.bound, _first(rows))
+
     def is_due(self) -> bool:
         """Say whether it is time to look thoroughly."""
         return self.on and time.monotonic() >= self._next_thorough
@@ -97,9 +101,14 @@ class Since:
         """Take what a survey returned; return the pairs that wait."""
         now = time.monotonic()
         took = now - self._sent
-        first = min(row["due"] for row in rows if row["due"] is not None)  # at the latest now
-        self.bound = first - LAG if first > EARLIEST else ANY
+        self.bound = _first(rows)
         if self.thorough:
             self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
             self.surveyed(took)
         return {(row["level"], row["kind"]) for row in rows if row["kind"] is not None}
+
+
+def _first(rows: Sequence[Row]) -> float:
+    """Return from when on there may be something due, where one row holds the time of the look."""
+    first: float = min(row["due"] for row in rows if row["due"] is not None)
+    return first - LAG if first > EARLIEST else ANY
