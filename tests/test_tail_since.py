@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from claiming import TASK, analyze, claimer, fill, ids, sweep
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 from plans import explain
 from sqlalchemy import create_engine, text
+from tail_lanes import HELD, LATE, STEPS, Lanes
 
 from pgtask_sa import since, tail
 from pgtask_sa.claim import fair_claim
@@ -50,9 +53,11 @@ def crowded(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[float]:
     return clock
 
 
-def beside_a_crowd(connection: Connection, clock: list[float], **options: Any) -> Claimer:
+def beside_a_crowd(
+    connection: Connection, clock: list[float], types: Any = ("A",), **options: Any
+) -> Claimer:
     """Return a lane that knows since when tasks may be due; those that waited before are gone."""
-    chooser = claimer(**options)
+    chooser = claimer(types, **options)
     while sweep(connection, chooser):
         pass
     clock[0] += LAG
@@ -191,6 +196,27 @@ def test_a_pair_that_was_never_met(engine: Engine, crowded: list[float]) -> None
         assert [] == sweep(connection, chooser)
         crowded[0] += since.PAUSE
         assert [-3] == [row.priority for row in sweep(connection, chooser)]
+
+
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(steps=STEPS, batch_size=st.sampled_from([1, 3]))
+@example(steps=LATE, batch_size=1)
+@example(steps=HELD, batch_size=3)
+def test_nothing_is_skipped_for_ever(
+    engine: Engine, crowded: list[float], steps: list[Any], batch_size: int
+) -> None:
+    """Late commits, rollbacks, old times: a thorough survey finds what a bound leaves behind."""
+    choosers = []
+    with engine.begin() as connection:
+        connection.execute(text("truncate task restart identity"))
+    with engine.connect() as connection:
+        for _ in range(3):
+            choosers.append(beside_a_crowd(connection, crowded, "AB", batch_size=batch_size))
+    Lanes(engine, crowded, choosers).check(steps)
 
 
 # -- what it costs ---------------------------------------------------------------------------------
