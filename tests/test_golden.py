@@ -154,6 +154,7 @@ PARTS = {
     "own_types",
     "due",
     "since",
+    "unseen",
     "epoch",
     "distinct_pairs",
     "listed",

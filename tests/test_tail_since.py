@@ -19,6 +19,7 @@ from pgtask_sa.claim import fair_claim
 from pgtask_sa.since import LAG, Since
 from pgtask_sa.since_survey import survey_since
 from pgtask_sa.statements import survey
+from pgtask_sa.tail_claims import tail_claim, tail_look
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -277,3 +278,37 @@ def test_a_bound_spares_surveys_the_dead(haunted: Engine) -> None:
     bounded, thorough, plain = (plan.buffers for plan in plans)
     assert bounded <= 60
     assert min(thorough, plain) > 3 * bounded
+
+
+GIVEN: dict[str, Any] = {
+    "levels": [0, 0],
+    "types": ["A", "B"],
+    "kinds": ["A", "B"],
+    "mine": ["A", "B"],
+    "floor": 1,
+    "since": 0.0,
+    "others": [],
+    "new_first": True,
+    "thorough": False,
+}
+STATEMENTS = {
+    "claim": tail_claim(TASK, 1),
+    "batch": tail_claim(TASK, 10),
+    "look": tail_look(TASK),
+    "lookout": tail_look(TASK, next_due=True),
+    "survey": survey_since(TASK),
+}
+
+
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_plans_are_kept(engine: Engine, name: str) -> None:
+    """The server does not make a new plan each time, which takes longer than all the rest."""
+    fill(engine, 5)
+    analyze(engine)
+    kept = "select generic_plans from pg_prepared_statements where statement like '%statement_t%'"
+    with engine.connect() as connection:
+        compiled = STATEMENTS[name].compile(connection)
+        with connection.connection.driver_connection.cursor() as cursor:
+            for _ in range(8):
+                cursor.execute(str(compiled), compiled.construct_params(GIVEN), prepare=True)
+            assert [(3,)] == cursor.execute(kept).fetchall()

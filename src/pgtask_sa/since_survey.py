@@ -6,7 +6,6 @@ from typing import Any
 
 from sqlalchemy import (
     Boolean,
-    ColumnElement,
     Double,
     Integer,
     Select,
@@ -26,6 +25,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.claim import Now, epoch, server_now, since
 from pgtask_sa.statements import asked_for, distinct_pairs, listed, next_planned
+from pgtask_sa.tail_claims import unseen
 
 
 def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
@@ -40,7 +40,9 @@ def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
     moment = server_now() if now is None else now
     ready = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None))
     pairs = _planned_pairs(table)
-    first = next_planned(table, pairs, table.c.run_at.between(since(), moment)).lateral("first_due")
+    first = next_planned(table, pairs, table.c.run_at.between(unseen(since()), moment)).lateral(
+        "first_due"
+    )
     found = select(pairs.c.level, cast(pairs.c.kind, Text).label("kind"), epoch(first.c.run_at))
     return union_all(
         listed(ready).add_columns(cast(null(), Double).label("due")).where(asked_for(table, ready)),
@@ -53,8 +55,9 @@ def _planned_pairs(table: Table) -> Subquery:
     """Return the given pairs, and if asked for all others that have planned tasks."""
     levels = cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type))
     kinds = cast(bindparam("kinds", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
-    pairs = func.unnest(levels, kinds).table_valued("level", "kind").render_derived(name="given")
-    thorough: ColumnElement[bool] = cast(bindparam("thorough"), Boolean)
+    pairs = func.unnest(unseen(levels), unseen(kinds)).table_valued("level", "kind")
+    given = pairs.render_derived(name="given")
+    thorough = unseen(cast(bindparam("thorough"), Boolean))
     planned = distinct_pairs(table, "planned_pairs", table.c.run_at.is_not(None), thorough)
     others = select(planned.c.level, planned.c.kind).where(asked_for(table, planned))
-    return union(select(pairs.c.level, pairs.c.kind), others).subquery("pairs")
+    return union(select(given.c.level, given.c.kind), others).subquery("pairs")

@@ -16,7 +16,7 @@ FROM jobs.enum_job
 WHERE jobs.enum_job.run_at IS NOT NULL
 ORDER BY jobs.enum_job.priority, jobs.enum_job.task_type
 LIMIT 1) AS first
-WHERE CAST(%(thorough)s AS BOOLEAN)
+WHERE (SELECT CAST(%(thorough)s AS BOOLEAN) AS anon_4)
 UNION ALL
 SELECT larger.level AS level, larger.kind AS kind
 FROM planned_pairs JOIN LATERAL (SELECT jobs.enum_job.priority AS level, jobs.enum_job.task_type AS kind
@@ -31,14 +31,14 @@ UNION ALL
 SELECT pairs.level, CAST(pairs.kind AS TEXT) AS kind, CAST(EXTRACT(epoch
 FROM first_due.run_at) AS DOUBLE PRECISION) AS anon_1
 FROM (SELECT given.level AS level, given.kind AS kind
-FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(kinds)s::TEXT[] AS jobs.kind[])) AS given(level, kind) UNION
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_2), (SELECT CAST(%(kinds)s::TEXT[] AS jobs.kind[]) AS anon_3)) AS given(level, kind) UNION
 SELECT planned_pairs.level AS level, planned_pairs.kind AS kind
 FROM planned_pairs
 WHERE planned_pairs.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[]))) AS pairs JOIN LATERAL (SELECT jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.priority = pairs.level AND jobs.enum_job.task_type = pairs.kind AND jobs.enum_job.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
+WHERE jobs.enum_job.priority = pairs.level AND jobs.enum_job.task_type = pairs.kind AND jobs.enum_job.run_at BETWEEN (SELECT to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AS to_timestamp_1) AND statement_timestamp()
 ORDER BY jobs.enum_job.run_at
 LIMIT 1) AS first_due ON true
 UNION ALL
-SELECT CAST(NULL AS INTEGER) AS anon_2, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_3
+SELECT CAST(NULL AS INTEGER) AS anon_5, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_6

@@ -6,14 +6,14 @@ ORDER BY task.task_id
 LIMIT 1000) AS newest UNION
 SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_due.task_type AS task_type, fallen_due.run_at AS run_at
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
-FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_2), (SELECT CAST(%(types)s::TEXT[] AS TEXT[]) AS anon_3)) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
-WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AND statement_timestamp()
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN (SELECT to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AS to_timestamp_1) AND statement_timestamp()
 ORDER BY task.run_at
 LIMIT 1000) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at
 FROM (SELECT one.task_id AS task_id, one.priority AS priority, one.task_type AS task_type, one.run_at AS run_at
-FROM unnest(CAST(%(others)s::BIGINT[] AS BIGINT[])) AS given(number) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM unnest((SELECT CAST(%(others)s::BIGINT[] AS BIGINT[]) AS anon_4)) AS given(number) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
 WHERE task.task_id = given.number AND coalesce(task.run_at, '-infinity') <= statement_timestamp()
 LIMIT 1) AS one ON true) AS others)
@@ -23,5 +23,5 @@ FROM waiting
 UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('task', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('task', 'task_id') AS REGCLASS)) END, (SELECT max(task.task_id) AS max_1
 FROM task
-WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_2) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_3, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_4
+WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_5) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_6, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7
