@@ -16,7 +16,7 @@ from plans import Plan, explain
 from sqlalchemy import create_engine, text
 from tail_lanes import HELD, LATE, STEPS, Lanes
 
-from pgtask_sa import tail
+from pgtask_sa import since, tail
 from pgtask_sa.claim import fair_claim
 from pgtask_sa.statements import peek
 from pgtask_sa.tail import LAG, Lookout, Tail
@@ -93,14 +93,14 @@ def test_slow_claims_lead_to_the_end(clock: list[float]) -> None:
     end, found = Tail(TASK), []
     for _ in range(5):
         end.timed(0.02)
-    for _ in range(2):
+    for newest in (90, 95):
         found.append((end.must_look(), end.in_use))
-        assert tail.FIRST == looked(end, clock, rows_of(7, newest=90))["floor"]
+        assert tail.FIRST == looked(end, clock, rows_of(7, newest=newest))["floor"]
         found.append((end.must_look(), end.in_use))
         clock[0] += LAG
     assert [(True, False), (False, False), (True, False), (False, True)] == found
     _, given = end.claim([(0, "A")], ["A"], new_first=True)
-    assert (90, [7]) == (given["floor"], given["others"])
+    assert (95, [7]) == (given["floor"], given["others"])  # what is newer than the last look
 
 
 def test_one_slow_claim_is_not_enough(clock: list[float]) -> None:
@@ -275,13 +275,53 @@ def test_a_task_that_fell_due_while_nobody_looked(slow: list[float]) -> None:
     """However long ago the last look was, its time is where the next claim and look begin."""
     end = Tail(TASK)
     for now in (5000.0, 5001.0):
-        looked(end, slow, rows_of(newest=90, now=now))
+        looked(end, slow, rows_of(newest=int(now) + 90, now=now))
         slow[0] += LAG
     slow[0] += 5  # and no thorough look is due
     _, claim = end.claim([(0, "A")], ["A"], new_first=True)
     look = looked(end, slow, rows_of(newest=90, now=5007.0))
     assert [5001.0 - LAG] * 2 == [claim["since"], look["since"]]
+    assert [5091, 5090] == [claim["floor"], look["floor"]]  # what was committed late is looked for
     assert 5007.0 - LAG == looked(end, slow, rows_of(newest=90))["since"]
+
+
+def test_a_commit_a_moment_later_is_found_by_the_next_look(
+    engine: Engine, slow: list[float]
+) -> None:
+    """A task that got its number before a look and is committed after it is above the floor."""
+    chooser = at_the_end(engine, slow)
+    with engine.connect() as late, engine.connect() as connection:
+        fill(late, 1)
+        fill(engine, 1)
+        assert [[2], []] == [ids(sweep(connection, chooser)) for _ in range(2)]  # then it looks
+        late.commit()
+        fill(engine, 1)
+        assert [[3], []] == [ids(sweep(connection, chooser)) for _ in range(2)]
+        assert [1] == ids(sweep(connection, chooser))
+
+
+def test_a_crowd_leads_to_the_lottery_with_a_bound_and_back(
+    engine: Engine, slow: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While many wait they are claimed by lottery; when they are done, at the end again."""
+    monkeypatch.setattr(since, "QUICK", -1.0)
+    chooser = at_the_end(engine, slow, "AB", batch_size=500)
+    ways = chooser._detours
+    assert ways is not None
+    fill(engine, 2 * MOST_WAITING, "A")
+    fill(engine, 200, "B", run_at="now()")
+    found: Counter[str] = Counter()
+    with engine.connect() as connection:
+        for _ in range(7):
+            found.update(row.task_type for row in sweep(connection, chooser))
+            slow[0] += SURVEY_INTERVAL
+        assert (False, True) == (ways.tail.in_use, ways.since.on)
+        assert {"A": 2 * MOST_WAITING, "B": 200} == found
+        connection.commit()
+        for _ in range(2):
+            slow[0] += tail.PAUSE
+            sweep(connection, chooser)
+    assert ways.tail.in_use
 
 
 def test_a_late_commit_waits_for_a_thorough_look(engine: Engine, slow: list[float]) -> None:

@@ -20,6 +20,7 @@ from pgtask_sa.since import LAG, Since
 from pgtask_sa.since_survey import survey_since
 from pgtask_sa.statements import survey
 from pgtask_sa.tail_claims import tail_claim, tail_look
+from pgtask_sa.turns import SURVEY_INTERVAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,9 +49,9 @@ def crowded(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[float]:
     monkeypatch.setattr(tail, "MOST_WAITING", 0)
     monkeypatch.setattr(tail, "QUICK", -1.0)
     monkeypatch.setattr(since, "QUICK", -1.0)
-    for module in (tail, since):
-        monkeypatch.setattr(module, "PAUSE", 1000.0)
-        monkeypatch.setattr(module, "RAREST", 2000.0)
+    for module, pause in ((tail, 5000.0), (since, 1000.0)):
+        monkeypatch.setattr(module, "PAUSE", pause)
+        monkeypatch.setattr(module, "RAREST", 2 * pause)
     return clock
 
 
@@ -175,7 +176,10 @@ def test_a_task_that_is_held_keeps_the_bound(engine: Engine, crowded: list[float
         assert [1] == ids(sweep(connection, chooser))
 
 
-def test_an_old_time_waits_for_a_thorough_survey(engine: Engine, crowded: list[float]) -> None:
+@pytest.mark.parametrize("look", [since, tail], ids=["survey", "look at the end"])
+def test_an_old_time_waits_for_a_thorough_look(
+    engine: Engine, crowded: list[float], look: Any
+) -> None:
     """A task that comes with a time long past is found by it, and not before."""
     with engine.connect() as connection:
         chooser = beside_a_crowd(connection, crowded)
@@ -183,7 +187,7 @@ def test_an_old_time_waits_for_a_thorough_survey(engine: Engine, crowded: list[f
         fill(engine, 1, run_at="now()")
         found = [ids(sweep(connection, chooser)) for _ in range(2)]
         assert [[2], []] == found
-        crowded[0] += since.PAUSE
+        crowded[0] += look.PAUSE
         assert [1] == ids(sweep(connection, chooser))
 
 
@@ -197,6 +201,20 @@ def test_a_pair_that_was_never_met(engine: Engine, crowded: list[float]) -> None
         assert [] == sweep(connection, chooser)
         crowded[0] += since.PAUSE
         assert [-3] == [row.priority for row in sweep(connection, chooser)]
+
+
+def test_no_cold_pair_is_looked_for(engine: Engine, crowded: list[float]) -> None:
+    """A pair of which nothing waits costs a claim a walk over all its dead: surveys find it."""
+    with engine.connect() as connection:
+        chooser = beside_a_crowd(connection, crowded, "ABC")
+        fill(engine, 9, "A")
+        sweep(connection, chooser)
+        claims = [next(iter(chooser.statements()))[1]["types"] for _ in range(3)]
+        assert [["A"]] * 3 == claims
+        fill(engine, 1, "B")
+        crowded[0] += 2 * SURVEY_INTERVAL
+        found = {row.task_type for _ in range(3) for row in sweep(connection, chooser)}
+        assert {"A", "B"} == found
 
 
 @settings(
@@ -303,7 +321,7 @@ STATEMENTS = {
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_plans_are_kept(engine: Engine, name: str) -> None:
     """The server does not make a new plan each time, which takes longer than all the rest."""
-    fill(engine, 5)
+    fill(engine, 3000)
     analyze(engine)
     kept = "select generic_plans from pg_prepared_statements where statement like '%statement_t%'"
     with engine.connect() as connection:
