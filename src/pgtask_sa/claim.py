@@ -53,10 +53,11 @@ It carries one thing more: whether ``xmax`` of a row was set before we locked it
 transaction had locked or deleted the row, and came to nothing: perhaps its worker died. See
 `presence`.
 
-There is one thing that the lottery cannot stand: a queue that is all but empty while somebody's
-snapshot keeps all that is done from being cleaned up. The indexes are full of dead entries then,
-and (3) and (5) walk over them until they find one that lives. Lanes that meet with that claim from
-the end of the primary key instead. See `tail`.
+There is one thing that this cannot stand: somebody's snapshot that keeps all that is done from
+being cleaned up. The indexes are full of dead entries then, and (3) and (5) walk over them until
+they find one that lives: (3) for long if few tasks wait, (5) always, since the oldest come first.
+Lanes that meet with the one claim from the end of the primary key instead (`tail`); those that meet
+with the other know since when there may be tasks that fell due (`since`).
 
 The two literal orders, ``random`` and ``tablesample``, are the same statement around
 ``order by priority, random()``, with an optional CASE between. They are simple and exact, and they

@@ -22,7 +22,8 @@ that is brought back. They are found by the *thorough look*, from the first numb
 by all dead rows once. It is made as often as it takes a fiftieth of all time: with 100,000 dead
 rows, every half second.
 
-With `MOST_WAITING` tasks or more the lottery is the better way again: it has not far to go.
+With `MOST_WAITING` tasks or more the lottery is the better way again: it has not far to go, but for
+planned tasks; for these see `since`.
 """
 
 from __future__ import annotations
