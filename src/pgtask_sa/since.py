@@ -30,7 +30,7 @@ LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
 QUICK = 0.001  # and if it is no more than this, there is no crowd of dead rows any more
 PART_OF_TIME = 50
 PAUSE, RAREST = 0.5, 10.0  # seconds from one thorough survey to the next
-ANY = -math.inf
+ANY, NEVER = -math.inf, math.inf
 EARLIEST = -1e10  # 300 years before 1970; beyond that there is no bound
 
 
@@ -92,7 +92,7 @@ class Since:
             "types": types,
             "levels": [level for level, _ in pairs],
             "kinds": [kind for _, kind in pairs],
-            "since": ANY if self.thorough else self.bound,
+            "since": NEVER if self.thorough else self.bound,  # all are looked for in another way
             "thorough": self.thorough,
         }
         return self._survey, given

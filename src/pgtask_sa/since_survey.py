@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import (
+    CTE,
     Boolean,
     Double,
     Integer,
     Select,
-    Subquery,
     Table,
     Text,
     bindparam,
@@ -18,12 +18,12 @@ from sqlalchemy import (
     null,
     select,
     true,
-    union,
+    tuple_,
     union_all,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from pgtask_sa.claim import Now, epoch, server_now, since
+from pgtask_sa.claim import Now, epoch, integer, server_now, since
 from pgtask_sa.statements import asked_for, distinct_pairs, listed, next_planned
 from pgtask_sa.tail_claims import unseen
 
@@ -32,32 +32,43 @@ def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
     """List the pairs that wait now, and of those that fell due when the first one did.
 
     Parameters: ``:types``; ``:levels`` and ``:kinds``, pairs of which planned tasks are looked for,
-    and ``:since``, from when on. With ``:thorough`` they are looked for of all pairs.
+    and ``:since``, from when on. With ``:thorough`` they are looked for of all pairs, too, and
+    since ever.
 
     Returns rows of ``level``, ``kind`` and ``due`` (float, seconds after 1970), null of those that
     were not planned. In one of them there is no ``kind``, and the time is that of the survey.
     """
     moment = server_now() if now is None else now
-    ready = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None))
-    pairs = _planned_pairs(table)
-    first = next_planned(table, pairs, table.c.run_at.between(unseen(since()), moment)).lateral(
-        "first_due"
-    )
-    found = select(pairs.c.level, cast(pairs.c.kind, Text).label("kind"), epoch(first.c.run_at))
+    ready, first = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None)), _firsts(table)
+    given = _given(table)
+    is_due = table.c.run_at.between(unseen(since()), moment)
+    due = next_planned(table, given, is_due).lateral("due")
+    kinds = [listed(ready), select(given.c.level, cast(given.c.kind, Text)), listed(first)]
+    times = [cast(null(), Double).label("due"), epoch(due.c.run_at), epoch(first.c.run_at)]
+    found, recent, thorough = (k.add_columns(t) for k, t in zip(kinds, times, strict=True))
     return union_all(
-        listed(ready).add_columns(cast(null(), Double).label("due")).where(asked_for(table, ready)),
-        found.select_from(pairs.join(first, true())),
+        found.where(asked_for(table, ready)),
+        recent.select_from(given.join(due, true())),
+        thorough.where(asked_for(table, first), first.c.run_at <= moment),
         select(cast(null(), Integer), cast(null(), Text), epoch(moment)),
     )  # type: ignore[return-value]
 
 
-def _planned_pairs(table: Table) -> Subquery:
-    """Return the given pairs, and if asked for all others that have planned tasks."""
+def _given(table: Table) -> Any:
     levels = cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type))
     kinds = cast(bindparam("kinds", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
     pairs = func.unnest(unseen(levels), unseen(kinds)).table_valued("level", "kind")
-    given = pairs.render_derived(name="given")
-    thorough = unseen(cast(bindparam("thorough"), Boolean))
-    planned = distinct_pairs(table, "planned_pairs", table.c.run_at.is_not(None), thorough)
-    others = select(planned.c.level, planned.c.kind).where(asked_for(table, planned))
-    return union(select(given.c.level, given.c.kind), others).subquery("pairs")
+    return pairs.render_derived(name="given")
+
+
+def _firsts(table: Table) -> CTE:
+    """List the first planned task of each pair; once for each pair all that is dead is walked."""
+    pair = (table.c.priority, table.c.task_type)
+    names = (pair[0].label("level"), pair[1].label("kind"), table.c.run_at)
+    least = select(*names).where(table.c.run_at.is_not(None)).limit(integer(1))
+    least = least.order_by(*pair, table.c.run_at)
+    is_thorough = unseen(cast(bindparam("thorough"), Boolean))
+    hops = select(least.subquery("first")).where(is_thorough).cte("firsts", recursive=True)
+    larger = least.where(tuple_(*pair) > tuple_(hops.c.level, hops.c.kind)).correlate(hops)
+    step = larger.lateral("larger")
+    return hops.union_all(select(*step.c).select_from(hops.join(step, true())))

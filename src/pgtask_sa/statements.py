@@ -291,14 +291,12 @@ def _both(table: Table) -> tuple[CTE, CTE]:
     )
 
 
-def distinct_pairs(table: Table, name: str, part: ColumnElement[bool], *when: Any) -> CTE:
+def distinct_pairs(table: Table, name: str, part: ColumnElement[bool]) -> CTE:
     """List the pairs of priority and type, ``level`` and ``kind``, of one part of the tasks."""
-    return _hop(table, name, part, "level", "kind", when=when)
+    return _hop(table, name, part, "level", "kind")
 
 
-def _hop(
-    table: Table, name: str, part: ColumnElement[bool], *names: str, when: Sequence[Any] = ()
-) -> CTE:
+def _hop(table: Table, name: str, part: ColumnElement[bool], *names: str) -> CTE:
     """List the distinct values of the first columns of an index, with one probe for each.
 
     After each one the scan jumps to the next larger one instead of reading the rows between them.
@@ -306,7 +304,7 @@ def _hop(
     columns = (table.c.priority, table.c.task_type)[: len(names)]
     labelled = [c.label(label) for c, label in zip(columns, names, strict=True)]
     least = select(*labelled).where(part).order_by(*columns).limit(ONE)
-    hops = select(least.subquery("first")).where(*when).cte(name, recursive=True)
+    hops = select(least.subquery("first")).cte(name, recursive=True)
     larger = least.where(tuple_(*columns) > tuple_(*hops.c)).correlate(hops).lateral("larger")
     return hops.union_all(select(*larger.c).select_from(hops.join(larger, true())))
 
