@@ -40,18 +40,19 @@ def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
     """
     moment = server_now() if now is None else now
     ready, first = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None)), _firsts(table)
-    given = _given(table)
-    is_due = table.c.run_at.between(unseen(since()), moment)
+    given, is_due = _given(table), table.c.run_at.between(unseen(since()), moment)
     due = next_planned(table, given, is_due).lateral("due")
-    kinds = [listed(ready), select(given.c.level, cast(given.c.kind, Text)), listed(first)]
-    times = [cast(null(), Double).label("due"), epoch(due.c.run_at), epoch(first.c.run_at)]
-    found, recent, thorough = (k.add_columns(t) for k, t in zip(kinds, times, strict=True))
-    return union_all(
-        found.where(asked_for(table, ready)),
-        recent.select_from(given.join(due, true())),
-        thorough.where(asked_for(table, first), first.c.run_at <= moment),
+    parts = [
+        listed(ready).add_columns(cast(null(), Double).label("due")).where(asked_for(table, ready)),
+        select(given.c.level, cast(given.c.kind, Text), epoch(due.c.run_at)).join_from(
+            given, due, true()
+        ),
+        listed(first)
+        .add_columns(epoch(first.c.run_at))
+        .where(asked_for(table, first), first.c.run_at <= moment),
         select(cast(null(), Integer), cast(null(), Text), epoch(moment)),
-    )  # type: ignore[return-value]
+    ]
+    return union_all(*parts)  # type: ignore[return-value]
 
 
 def _given(table: Table) -> Any:
