@@ -155,6 +155,8 @@ PARTS = {
     "due",
     "since",
     "unseen",
+    "dead_rows",
+    "regclass",
     "epoch",
     "distinct_pairs",
     "listed",

@@ -45,6 +45,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[float]:
     """Let every claim be slow, and every look; the next thorough look is put off for long."""
     monkeypatch.setattr(tail, "SLOW", -1.0)
     monkeypatch.setattr(tail, "QUICK", -1.0)
+    monkeypatch.setattr(tail, "FEW", -1)
     monkeypatch.setattr(tail, "PAUSE", 1000.0)
     return clock
 
@@ -73,11 +74,13 @@ def look_again(clock: list[float]) -> None:
 # -- when ------------------------------------------------------------------------------------------
 
 
-def rows_of(*task_ids: int, newest: int | None, now: float = 0.0) -> list[dict[str, Any]]:
+def rows_of(
+    *task_ids: int, newest: int | None, now: float = 0.0, dead: int | None = 100_000
+) -> list[dict[str, Any]]:
     """Return what a look finds."""
     row = {"level": 0, "kind": "A", "due": None}
     found: list[dict[str, Any]] = [{**row, "task_id": n} for n in task_ids]
-    return [*found, {"task_id": newest, "level": None, "kind": None, "due": now}]
+    return [*found, {"task_id": newest, "level": None, "kind": None, "due": now, "dead": dead}]
 
 
 def looked(end: Tail, clock: list[float], rows: list[dict[str, Any]], took: float = 0.01) -> Any:
@@ -129,18 +132,22 @@ def test_claims_that_are_quick_again_need_no_end(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "took"), [(MOST_WAITING, 0.1), (3, 0.0005)], ids=["many wait", "few are dead"]
+    ("count", "took", "dead"),
+    [(MOST_WAITING, 0.1, None), (3, 0.0005, None), (3, 0.1, 1_000)],
+    ids=["many wait", "the look is quick", "few are dead"],
 )
-def test_a_look_leads_back_to_the_lottery(slow: list[float], count: int, took: float) -> None:
-    """Where many tasks wait, or where a thorough look is quick, the lottery is as good."""
+def test_a_look_leads_back_to_the_lottery(
+    slow: list[float], count: int, took: float, dead: int | None
+) -> None:
+    """Where many tasks wait, or where dead rows are not the cause, the lottery is as good."""
     end = Tail(TASK)
     for _ in range(2):
         looked(end, slow, rows_of(newest=90))
         slow[0] += LAG
     assert end.in_use
-    tail.QUICK = 0.001
+    tail.QUICK, tail.FEW = 0.001, 2_000
     slow[0] += 5000
-    looked(end, slow, rows_of(*range(count), newest=90), took)
+    looked(end, slow, rows_of(*range(count), newest=90, dead=dead), took)
     assert not end.in_use
 
 

@@ -48,6 +48,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[float]:
     monkeypatch.setattr(tail, "SLOW", -1.0)
     monkeypatch.setattr(tail, "MOST_WAITING", 0)
     monkeypatch.setattr(tail, "QUICK", -1.0)
+    monkeypatch.setattr(tail, "FEW", -1)
     monkeypatch.setattr(since, "QUICK", -1.0)
     for module, pause in ((tail, 5000.0), (since, 1000.0)):
         monkeypatch.setattr(module, "PAUSE", pause)
@@ -78,10 +79,10 @@ def bound_of(chooser: Claimer) -> float:
 # -- when ------------------------------------------------------------------------------------------
 
 
-def rows_of(*due: float, now: float) -> list[dict[str, Any]]:
+def rows_of(*due: float, now: float, dead: int | None = 100_000) -> list[dict[str, Any]]:
     """Return what a survey finds."""
-    rows = [{"level": 0, "kind": "A", "due": moment} for moment in due]
-    return [*rows, {"level": None, "kind": None, "due": now}]
+    rows = [{"level": 0, "kind": "A", "due": moment, "dead": None} for moment in due]
+    return [*rows, {"level": None, "kind": None, "due": now, "dead": dead}]
 
 
 def surveyed(bound: Since, clock: list[float], rows: list[Any], took: float = 0.01) -> Any:
@@ -112,6 +113,15 @@ def test_quick_surveys_need_no_bound(clock: list[float]) -> None:
         clock[0] += since.PAUSE
         seen.append(bound.on)
     assert [True, False] == [seen[0], seen[-1]]
+
+
+@pytest.mark.parametrize(("dead", "on"), [(1_000, False), (None, True)])
+def test_few_dead_rows_need_no_bound(clock: list[float], dead: int | None, on: bool) -> None:
+    """Where few are dead it is something else that is slow; it may be that nobody can tell."""
+    bound = Since(TASK)
+    bound.begin()
+    surveyed(bound, clock, rows_of(now=5000.0, dead=dead), 0.1)
+    assert on == bound.on
 
 
 def test_the_first_that_is_due_is_the_bound(clock: list[float]) -> None:

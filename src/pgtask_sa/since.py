@@ -23,6 +23,7 @@ from sqlalchemy import Table
 
 from pgtask_sa.claim_orders import Ask, Pair, Row
 from pgtask_sa.since_survey import survey_since
+from pgtask_sa.tail import is_few
 
 LAG = 1.0  # seconds from the time of a task to the commit of it
 SLOW = 0.003  # seconds that a survey takes longer than a claim, on the average
@@ -102,7 +103,10 @@ class Since:
         now = time.monotonic()
         took = now - self._sent
         self.bound = _first(rows)
-        if self.thorough:
+        (dead,) = (row["dead"] for row in rows if row["kind"] is None)
+        if is_few(dead):
+            self.end()
+        elif self.thorough:
             self._next_thorough = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
             self.surveyed(took)
         return {(row["level"], row["kind"]) for row in rows if row["kind"] is not None}

@@ -6,7 +6,9 @@ from typing import Any
 
 from sqlalchemy import (
     CTE,
+    BigInteger,
     Boolean,
+    ColumnElement,
     Double,
     Integer,
     Select,
@@ -25,7 +27,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.claim import Now, epoch, integer, server_now, since
 from pgtask_sa.statements import asked_for, distinct_pairs, listed, next_planned
-from pgtask_sa.tail_claims import unseen
+from pgtask_sa.tail_claims import dead_rows, unseen
 
 
 def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
@@ -36,21 +38,25 @@ def survey_since(table: Table, now: Now | None = None) -> Select[Any]:
     since ever.
 
     Returns rows of ``level``, ``kind`` and ``due`` (float, seconds after 1970), null of those that
-    were not planned. In one of them there is no ``kind``, and the time is that of the survey.
+    were not planned. In one of them there is no ``kind``: its time is that of the survey, and it
+    tells how many rows are ``dead``.
     """
     moment = server_now() if now is None else now
     ready, first = distinct_pairs(table, "ready_pairs", table.c.run_at.is_(None)), _firsts(table)
     given, is_due = _given(table), table.c.run_at.between(unseen(since()), moment)
     due = next_planned(table, given, is_due).lateral("due")
+    nothing: ColumnElement[Any] = cast(null(), BigInteger)
     parts = [
-        listed(ready).add_columns(cast(null(), Double).label("due")).where(asked_for(table, ready)),
-        select(given.c.level, cast(given.c.kind, Text), epoch(due.c.run_at)).join_from(
+        listed(ready)
+        .add_columns(cast(null(), Double).label("due"), nothing.label("dead"))
+        .where(asked_for(table, ready)),
+        select(given.c.level, cast(given.c.kind, Text), epoch(due.c.run_at), nothing).join_from(
             given, due, true()
         ),
         listed(first)
-        .add_columns(epoch(first.c.run_at))
+        .add_columns(epoch(first.c.run_at), nothing)
         .where(asked_for(table, first), first.c.run_at <= moment),
-        select(cast(null(), Integer), cast(null(), Text), epoch(moment)),
+        select(cast(null(), Integer), cast(null(), Text), epoch(moment), dead_rows(table)),
     ]
     return union_all(*parts)  # type: ignore[return-value]
 

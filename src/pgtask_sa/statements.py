@@ -83,7 +83,7 @@ def stored_names(table: Table) -> Select[Any]:
     attribute = sql_table("pg_attribute", *map(column, CATALOG), schema="pg_catalog")
     c = attribute.c
     stored = (c.attnum > 0, ~c.attisdropped, c.attgenerated == literal_column("''"))
-    mine = c.attrelid == _regclass(table)
+    mine = c.attrelid == regclass(table)
     return select(cast(c.attname, Text)).where(mine, *stored).order_by(c.attnum)
 
 
@@ -361,10 +361,11 @@ def enum_labels(table: Table) -> Select[Any]:
 
 def table_oid(table: Table) -> Select[Any]:
     """Look up the number that the wake-up trigger uses for the table's lock and channel."""
-    return select(cast(cast(_regclass(table), OID), BigInteger))
+    return select(cast(cast(regclass(table), OID), BigInteger))
 
 
-def _regclass(table: Table) -> ColumnElement[Any]:
+def regclass(table: Table) -> ColumnElement[Any]:
+    """Look the table up in the catalog; null if it is not there."""
     name = func.quote_ident(table.name)
     if table.schema:
         name = func.concat(func.quote_ident(table.schema), ".", name)
@@ -402,6 +403,6 @@ def announce_cancel(table: Table) -> Select[Any]:
 
     The listeners hear it at commit; the payload is ``cancel`` and the number.
     """
-    channel = func.concat(literal_column("'pgtask_'"), cast(_regclass(table), OID))
+    channel = func.concat(literal_column("'pgtask_'"), cast(regclass(table), OID))
     payload = func.concat(literal_column("'cancel '"), bindparam("task_id", type_=BigInteger))
     return select(func.pg_notify(channel, payload))

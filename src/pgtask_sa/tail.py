@@ -48,7 +48,8 @@ LAG = 1.0  # seconds that a transaction has from the number, or the time, of a t
 SLOW = 0.003  # seconds, on the average
 WITH_COMMIT = 0.007  # that much more is not the claim's fault, if it travels with a COMMIT
 LONGEST, SHARE = 0.02, 8  # once may be the machine's fault
-QUICK = 0.001  # a thorough look that takes no longer has met no crowd of dead rows
+FEW = 2_000  # dead rows, no crowd
+QUICK = 0.001  # a thorough look that takes no longer has met no crowd, either
 PART_OF_TIME, PART_IN_A_CROWD = 50, 200
 RAREST = 10.0  # seconds from one thorough look to the next, at most: one may have been held up
 MOST_MET = 1_000
@@ -143,7 +144,7 @@ class Tail:
         (last,) = (row for row in rows if row["kind"] is None)
         self.until_due, self._seen = last.get("seconds"), last["due"]
         self.crowded = len(waiting) >= MOST_WAITING
-        self.is_clear = self.thorough and took < QUICK
+        self.is_clear = is_few(last["dead"]) or (self.thorough and took < QUICK)
         if self.thorough:
             part = PART_IN_A_CROWD if self.crowded else PART_OF_TIME
             self._next_thorough = now + min(max(PAUSE, part * took), RAREST)
@@ -167,6 +168,11 @@ class Tail:
         self.in_use, self._mark, self._floor, self._others = False, None, FIRST, []
         self._mean = 0.0
         self._next_thorough = max(self._next_thorough, now + PAUSE)
+
+
+def is_few(dead: int | None) -> bool:
+    """Say whether dead rows are surely no crowd: the machine is slow, or something else is."""
+    return dead is not None and dead < FEW
 
 
 class Lookout:

@@ -40,6 +40,7 @@ from sqlalchemy.dialects.postgresql import ARRAY, REGCLASS
 
 from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, epoch, integer, server_now, since, take
 from pgtask_sa.rows import quoted, quoted_name
+from pgtask_sa.statements import regclass
 
 MOST_NEW = 200  # tasks above its floor that a claim reads
 MOST_WAITING = 1_000  # tasks that a look lists
@@ -81,9 +82,9 @@ def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -
 
     Returns rows of ``task_id``, ``level``, ``kind`` and ``due``: when it fell due (float, seconds
     after 1970), null if it was not planned. In one of them there is no ``kind``: its number is the
-    greatest that any task has got, null if that cannot be told, and its time that of the look. With
-    ``next_due`` it has also the ``seconds`` (float) until the next task of the given pairs falls
-    due, or null.
+    greatest that any task has got, null if that cannot be told, and its time that of the look. It
+    tells also how many rows are ``dead``. With ``next_due`` it has besides the ``seconds`` (float)
+    until the next task of the given pairs falls due, or null.
     """
     moment = server_now() if now is None else now
     found = _waiting(table, moment, MOST_WAITING)
@@ -92,8 +93,10 @@ def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -
         found.c.priority.label("level"),
         cast(found.c.task_type, Text).label("kind"),
         epoch(found.c.run_at).label("due"),
+        cast(null(), BigInteger).label("dead"),
     ]
-    last = [_newest(table), cast(null(), Integer), cast(null(), Text), epoch(moment)]
+    newest, dead = _newest(table), dead_rows(table)
+    last = [newest, cast(null(), Integer), cast(null(), Text), epoch(moment), dead]
     if next_due:
         waiting.append(cast(null(), Double).label("seconds"))
         last.append(_until_due(table, moment))
@@ -115,6 +118,13 @@ def _newest(table: Table) -> ColumnElement[Any]:
     number = func.pg_sequence_last_value(cast(sequence, REGCLASS))
     seen = select(func.max(table.c.task_id)).where(_is_at_the_end(table)).scalar_subquery()
     return func.coalesce(case((visible, number)), seen)
+
+
+def dead_rows(table: Table) -> ColumnElement[Any]:
+    """Return how many rows of the table and its partitions are dead, as the statistics have it."""
+    parts = func.pg_partition_tree(regclass(table)).table_valued("relid", name="parts")
+    count = func.sum(func.pg_stat_get_dead_tuples(parts.c.relid))
+    return cast(select(count).select_from(parts).scalar_subquery(), BigInteger)
 
 
 def _text(constant: str) -> ColumnElement[Any]:

@@ -18,10 +18,11 @@ FROM task
 WHERE task.task_id = given.number AND coalesce(task.run_at, '-infinity') <= statement_timestamp()
 LIMIT 1) AS one ON true) AS others)
 SELECT waiting.task_id AS task_id, waiting.priority AS level, CAST(waiting.task_type AS TEXT) AS kind, CAST(EXTRACT(epoch
-FROM waiting.run_at) AS DOUBLE PRECISION) AS due
+FROM waiting.run_at) AS DOUBLE PRECISION) AS due, CAST(NULL AS BIGINT) AS dead
 FROM waiting
 UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('task', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('task', 'task_id') AS REGCLASS)) END, (SELECT max(task.task_id) AS max_1
 FROM task
 WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_5) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_6, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
+FROM pg_partition_tree(to_regclass(quote_ident(%(quote_ident_1)s))) AS parts) AS BIGINT) AS anon_8
