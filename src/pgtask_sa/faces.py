@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import Connection
@@ -81,9 +81,9 @@ class AsyncFace:
         """Do it in a thread, while the event loop goes on."""
         return self.wait(asyncio.to_thread(work))
 
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def wait(self, awaitable: Awaitable[T]) -> T:
         """Await something, from within the synchronous code."""
-        return self._dbapi().run_async(lambda _driver: coroutine)  # type: ignore[no-any-return]
+        return self._dbapi().run_async(lambda _driver: awaitable)  # type: ignore[no-any-return]
 
     def _dbapi(self) -> Any:
         sync_connection: Any = self.connection.sync_connection

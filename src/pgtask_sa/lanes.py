@@ -313,7 +313,7 @@ class AsyncLane:
 
     async def _sleep(self) -> None:
         if self.entry is not None and self.shared.presence.is_flying(self.entry):
-            await self.scribe.note(self.entry, [])
+            await self._rest(self.entry)
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
@@ -324,11 +324,17 @@ class AsyncLane:
         if self.shared.bell.sleep(self.kind, wake):
             await woken
 
+    async def _rest(self, entry: int) -> None:
+        if not await self.scribe.note(entry, []):
+            await asyncio.to_thread(self.shared.rest, self)
+
     def note(self, batch: Sequence[Claimed]) -> None:
         """Note what is to run; the loop goes on meanwhile."""
         assert self.entry is not None  # noqa: S101 - as in a sync lane
         assert self._face is not None  # noqa: S101
-        self._face.wait(self.scribe.note(self.entry, batch))
+        presence = self.shared.presence
+        if presence.is_noting and not self._face.wait(self.scribe.note(self.entry, batch)):
+            self._face.aside(partial(presence.note, self.entry, batch))
 
     def interrupt(self) -> None:
         """Cancel the coroutine that runs; from any thread."""

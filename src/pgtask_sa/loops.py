@@ -138,6 +138,7 @@ class LoopThread(threading.Thread):
         for task in running:
             await asyncio.wait([task])
             self._running -= 1
+        scribe.close()
         await engine.dispose()
 
     def give_up(self) -> None:

@@ -262,14 +262,14 @@ class Presence:
             self._notes.write(pgconn, note)
 
     def send(
-        self, notes: Sequence[Note], landed: Landed, watch: Callable[[int], object], patience: float
+        self, notes: Sequence[Note], landed: Landed, watch: Callable[[Any], object], patience: float
     ) -> bool:
         """Send notes without waiting; from then on `see` is to be called until they have landed.
 
         Args:
             notes: at least one; they are committed together.
             landed: told which were written, if another thread reads the answer.
-            watch: told the number of the socket on which the answer will come.
+            watch: told the connection on which the answer will come.
             patience: seconds to wait for the connection, if a thread works with it.
 
         Returns:
@@ -281,7 +281,7 @@ class Presence:
             if self._connection is None or not self._notes.can_send(notes):
                 return False
             pgconn = self._driver.pgconn
-            watch(pgconn.socket)
+            watch(pgconn)
             self._notes.send(pgconn, notes, landed)
         except psycopg.Error:
             self._close()

@@ -26,7 +26,6 @@ from tally import Tally
 
 from pgtask_sa import Worker
 from pgtask_sa.presence import Presence
-from pgtask_sa.scribe import Scribe
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,15 +52,11 @@ def drain(url: str, tally: Tally, spent: Any, *, lanes: int, batch: int, noted: 
     """Run what waits, in a process of its own."""
     if not noted:
         Presence.note = lambda *_: None  # type: ignore[method-assign]
-        Scribe.note = nothing  # type: ignore[method-assign,assignment]
+        Presence.is_noting = False  # type: ignore[assignment,method-assign]
     worker = Worker(handlers(tally), url, concurrency=lanes, batch_size=batch, drain=True)
     before = time.process_time()
     worker.run()
     spent.value = time.process_time() - before
-
-
-async def nothing(*_: Any) -> None:
-    """Pretend to note something."""
 
 
 def server_time(pid: int) -> float:
