@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -17,11 +16,11 @@ from running import Running
 from sqlalchemy import create_engine, text
 from waiting import SOON, let_pass
 
-from pgtask_sa import Worker, wakeup
+from pgtask_sa import Task, Worker, wakeup
 from pgtask_sa.events import Events
-from pgtask_sa.lanes import Trouble
 from pgtask_sa.loops import Helpers
 from pgtask_sa.mapping import LOCK_CLASS
+from pgtask_sa.trouble import Trouble
 from pgtask_sa.wakeup import Health
 
 if TYPE_CHECKING:
@@ -154,7 +153,7 @@ def test_a_single_connection_that_was_ended():
     """It says nothing about the database, however new it was; the next one that fails does."""
     told: list[str] = []
     health = Health(Events([lambda event: told.append(event.name)]))
-    trouble = Trouble(SimpleNamespace(health=health))
+    trouble = Trouble(Task.__table__, health, health.events)
     gone = psycopg.OperationalError("server closed the connection unexpectedly")
     for expected in ([], ["database.down"], ["database.down"]):
         trouble.connecting()

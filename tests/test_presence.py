@@ -136,13 +136,12 @@ def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
     presence = SimpleNamespace(
         must_look=lambda _batch: True,
         look=lambda _batch: {7: Deaths(count=1)},
-        note=lambda entry, _batch: noted.append(entry),
     )
     face = SimpleNamespace(aside=lambda work: work())
     policy = SimpleNamespace(max_attempts=10)
     handlers = {"A": SimpleNamespace(lease=None, policy=policy)}
     row = {"task_id": 7, "task_type": "A", "attempts": 0, "lease_token": None}
-    admission = Admission(presence, 3, face, None, handlers)
+    admission = Admission(presence, 3, face, None, handlers, note=noted.append)
     with pytest.raises(Solitary, match="7"):
         admission.admit([Claimed(row["task_id"], row["task_type"], row, True)])
     assert [] == noted

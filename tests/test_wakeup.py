@@ -21,9 +21,9 @@ from pgtask_sa import Task, TaskSession, insert_task, wakeup
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import database_url, worker_engine
 from pgtask_sa.events import Events
+from pgtask_sa.pipeline import readable
 from pgtask_sa.roster import Roster
 from pgtask_sa.wakeup import AFTER_NOTIFY, FEW, GIVE_WAY, Health, Listener
-from pgtask_sa.wire import readable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

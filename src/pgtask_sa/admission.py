@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID, uuid4
 
@@ -58,9 +58,12 @@ class Admission:
         face: Face,
         settler: Settler,
         handlers: Mapping[str, Handler],
+        *,
+        note: Callable[[Sequence[Claimed]], None],
     ) -> None:
         self.presence = presence
         self.entry = entry
+        self.note = note
         self.face = face
         self.settler = settler
         self.handlers = handlers
@@ -79,9 +82,7 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        rest = self.presence.note(self.entry, batch, self.face.patience)
-        if rest is not None:
-            self.face.aside(rest)
+        self.note(batch)
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:

@@ -20,13 +20,7 @@ OPTIONS = "pgtask_options"  # key in the info of a handler's session
 
 
 class Face(Protocol):
-    """How handlers of one kind, sync or async, get their session and are called.
-
-    Attributes:
-        patience: how many seconds may be waited without `aside`; None: as long as it takes.
-    """
-
-    patience: float | None
+    """How handlers of one kind, sync or async, get their session and are called."""
 
     def open(self, **options: Any) -> tuple[Session, Any]:
         """Return a new session as this code sees it, and as the handler does."""

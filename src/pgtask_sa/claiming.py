@@ -17,9 +17,10 @@ from pgtask_sa.claim_orders import Ask
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError
 from pgtask_sa.ground import OPEN, Ground
+from pgtask_sa.pipeline import Command, exchange
 from pgtask_sa.settle import Claimed, Tables
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wire import AllWired, Command, exchange
+from pgtask_sa.wire import AllWired
 
 # Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from sqlalchemy import Connection
@@ -17,14 +17,11 @@ from pgtask_sa.handlers import Handler
 from pgtask_sa.settle import Claimed, timed_out
 from pgtask_sa.watchdog import Guarded, Watchdog
 
-PATIENCE = 0.002  # seconds that the event loop may stand still, rather than change the thread
 SECOND_GRACE = 2.0  # for a coroutine that was cancelled, until its connection is cut
 
 
 class SyncFace:
     """Plain functions, called in the lane's own thread."""
-
-    patience: float | None = None
 
     def __init__(
         self,
@@ -61,8 +58,6 @@ class SyncFace:
 class AsyncFace:
     """Coroutine functions, awaited on the event loop from within the synchronous code."""
 
-    patience: float | None = PATIENCE
-
     def __init__(
         self,
         connection: AsyncConnection,
@@ -84,7 +79,11 @@ class AsyncFace:
 
     def aside(self, work: Callable[[], T]) -> T:
         """Do it in a thread, while the event loop goes on."""
-        return self._dbapi().run_async(lambda _driver: asyncio.to_thread(work))  # type: ignore[no-any-return]
+        return self.wait(asyncio.to_thread(work))
+
+    def wait(self, awaitable: Awaitable[T]) -> T:
+        """Await something, from within the synchronous code."""
+        return self._dbapi().run_async(lambda _driver: awaitable)  # type: ignore[no-any-return]
 
     def _dbapi(self) -> Any:
         sync_connection: Any = self.connection.sync_connection
@@ -95,7 +94,7 @@ class AsyncFace:
         # the watchdog is for a coroutine that blocks the loop, where no other timer runs
         grace = 2 * SECOND_GRACE
         with self.watchdog.guard(handler.timeout, self.lane, claimed, grace=grace):
-            self._dbapi().run_async(lambda _driver: self._await(handler, arguments, claimed))
+            self.wait(self._await(handler, arguments, claimed))
 
     async def _await(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         running = self._running = asyncio.ensure_future(_outcome(handler.function(*arguments)))

@@ -30,8 +30,8 @@ from typing_extensions import Self
 
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.failures import sqlstate
+from pgtask_sa.pipeline import receive, send
 from pgtask_sa.sql_reading import as_text, what_it_does
-from pgtask_sa.wire import receive, send
 
 SAVEPOINT = "pgtask_ground"
 OPEN = f"SAVEPOINT {SAVEPOINT}"

@@ -134,8 +134,6 @@ def _makers(
 class _Faces:
     """Calls handlers of both kinds, without time limits: the worker's cut the connection."""
 
-    patience: float | None = None
-
     def __init__(
         self,
         connection: Connection,

@@ -8,11 +8,9 @@ is away, and the end.
 from __future__ import annotations
 
 import asyncio
-import logging
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,22 +28,18 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
 from pgtask_sa.faces import AsyncFace, SyncFace
-from pgtask_sa.failures import headline, is_blameless, sqlstate
 from pgtask_sa.handlers import Handler
 from pgtask_sa.leases import Keeper, LeasedRuns
+from pgtask_sa.pipeline import resolve
 from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
-from pgtask_sa.settle import Tables, TransactionLost
+from pgtask_sa.scribe import Scribe
+from pgtask_sa.settle import Claimed, Tables
 from pgtask_sa.solitude import LOOK, Gate, Solitary
+from pgtask_sa.trouble import Trouble
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
+from pgtask_sa.wakeup import Health
 from pgtask_sa.watchdog import Watch, Watchdog
-from pgtask_sa.wire import resolve
-
-PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away: first, longest
-RACES = ("40001", "40P01")  # at the claim itself: try again at once, there is nothing to tell
-MANY = 10  # of them in a row
-UNDEFINED_TABLE = "42P01"
 
 
 class Lane(Protocol):
@@ -60,6 +54,9 @@ class Lane(Protocol):
 
     def interrupt(self) -> None:
         """Stop the handler that runs, if there is a way to."""
+
+    def note(self, batch: Sequence[Claimed]) -> None:
+        """Note what is to run; if that fails, nothing of it may."""
 
 
 @dataclass(frozen=True)
@@ -107,70 +104,13 @@ class Shared:
     def _admission(self, lane: Lane, execution: Execution, face: Face) -> Admission:
         if lane.entry is None:
             lane.entry = face.aside(self.presence.enlist)
-        return Admission(self.presence, lane.entry, face, execution.settler, self.handlers)
+        settler = execution.settler
+        return Admission(self.presence, lane.entry, face, settler, self.handlers, note=lane.note)
 
     def rest(self, lane: Lane) -> None:
         """Note that a lane runs nothing now."""
         if lane.entry is not None:
             self.presence.rest(lane.entry)
-
-
-class Trouble:
-    """Decides how long a lane waits after an error, and whether there is something to tell."""
-
-    def __init__(self, shared: Shared) -> None:
-        self.shared = shared
-        self.pause = PAUSE[0]
-        self.since = 0.0
-        self.failures = 0  # in a row
-
-    def connecting(self) -> None:
-        """Note that a connection is about to be opened."""
-        self.since = time.monotonic()
-
-    def over(self) -> None:
-        """Note that a sweep went well."""
-        self.pause = PAUSE[0]
-        self.failures = 0
-        self.shared.health.worked()
-
-    def seconds(self, error: BaseException) -> float:
-        """Note an error and return how long to wait."""
-        self.failures += 1
-        if sqlstate(error) in RACES or isinstance(error, TransactionLost):
-            return self._after_a_race(error)
-        if not isinstance(error, DATABASE_ERRORS):
-            self.shared.events.emit(
-                "worker.error", f"unexpected: {headline(error)}", level=logging.CRITICAL
-            )
-        elif self._is_refusal(error):
-            self.shared.health.refused(error)
-        elif not self._is_down(error):
-            return random.uniform(0.0, min(0.01 * 2.0**self.failures, PAUSE[1]))  # noqa: S311
-        self.pause = min(self.pause * 2, PAUSE[1])
-        return self.pause * random.uniform(0.5, 1.0)  # noqa: S311
-
-    def _after_a_race(self, error: BaseException) -> float:
-        """Wait an instant; longer, and tell, when the races have no end."""
-        if self.failures > MANY and isinstance(error, DATABASE_ERRORS):
-            self.shared.health.refused(error)
-        longest = min(0.05 * 2.0 ** max(0, self.failures - MANY // 2), PAUSE[1])
-        return random.uniform(longest / 10, longest)  # noqa: S311
-
-    def _is_down(self, error: BaseException) -> bool:
-        """Say whether the database is away; one connection that was ended does not mean it."""
-        return self.failures > 1 and self.shared.health.failed(self._plain(error), self.since)
-
-    @staticmethod
-    def _is_refusal(error: BaseException) -> bool:
-        """Say whether the database works, but not this statement: a trigger, a missing right."""
-        code = sqlstate(error)
-        return code not in (None, UNDEFINED_TABLE) and not is_blameless(error)
-
-    def _plain(self, error: BaseException) -> BaseException:
-        if sqlstate(error) == UNDEFINED_TABLE:
-            return no_table(self.shared.tables.task)
-        return error
 
 
 @contextmanager
@@ -198,7 +138,7 @@ class SyncLane(threading.Thread):
         self.shared = shared
         self.engine = engine
         self.number = number
-        self.trouble = Trouble(shared)
+        self.trouble = Trouble(shared.tables.task, shared.health, shared.events)
         self.execution: Execution | None = None
         self.watch: Watch | None = None
         self.entry: int | None = None
@@ -270,6 +210,11 @@ class SyncLane(threading.Thread):
     def interrupt(self) -> None:
         """Do nothing: there is no way into a thread."""
 
+    def note(self, batch: Sequence[Claimed]) -> None:
+        """Note what is to run, and wait for the answer."""
+        assert self.entry is not None  # noqa: S101 - it was made before the first claim
+        self.shared.presence.note(self.entry, batch)
+
     def cut(self) -> None:
         """Keep what runs from committing."""
         if self.execution is not None:
@@ -281,11 +226,12 @@ class AsyncLane:
 
     kind = "async"
 
-    def __init__(self, shared: Shared, engine: AsyncEngine, number: int) -> None:
+    def __init__(self, shared: Shared, engine: AsyncEngine, scribe: Scribe, number: int) -> None:
         self.shared = shared
+        self.scribe = scribe
         self.engine = engine
         self.name = f"pgtask-async-lane-{number}"
-        self.trouble = Trouble(shared)
+        self.trouble = Trouble(shared.tables.task, shared.health, shared.events)
         self.execution: Execution | None = None
         self.watch: Watch | None = None
         self.entry: int | None = None
@@ -366,8 +312,8 @@ class AsyncLane:
             self.shared.gate.open(self)
 
     async def _sleep(self) -> None:
-        if self.shared.presence.is_flying(self.entry):
-            await asyncio.to_thread(self.shared.rest, self)
+        if self.entry is not None and self.shared.presence.is_flying(self.entry):
+            await self._rest(self.entry)
         loop = asyncio.get_running_loop()
         woken = loop.create_future()
 
@@ -377,6 +323,18 @@ class AsyncLane:
 
         if self.shared.bell.sleep(self.kind, wake):
             await woken
+
+    async def _rest(self, entry: int) -> None:
+        if not await self.scribe.note(entry, []):
+            await asyncio.to_thread(self.shared.rest, self)
+
+    def note(self, batch: Sequence[Claimed]) -> None:
+        """Note what is to run; the loop goes on meanwhile."""
+        assert self.entry is not None  # noqa: S101 - as in a sync lane
+        assert self._face is not None  # noqa: S101
+        presence = self.shared.presence
+        if presence.is_noting and not self._face.wait(self.scribe.note(self.entry, batch)):
+            self._face.aside(partial(presence.note, self.entry, batch))
 
     def interrupt(self) -> None:
         """Cancel the coroutine that runs; from any thread."""

@@ -19,6 +19,7 @@ from sqlalchemy import URL
 from pgtask_sa.engines import worker_async_engine
 from pgtask_sa.failures import headline
 from pgtask_sa.lanes import AsyncLane, Shared
+from pgtask_sa.scribe import Scribe
 
 T = TypeVar("T")
 MOST_HELPERS = min(32, (os.cpu_count() or 1) + 4)  # as many as asyncio's own
@@ -131,11 +132,13 @@ class LoopThread(threading.Thread):
         self.loop.set_default_executor(Helpers())
         shown = self.shared.events.shows_values
         engine = worker_async_engine(self.url, self.count, self.limit, show_values=shown)
-        self.lanes = [AsyncLane(self.shared, engine, n + 1) for n in range(self.count)]
+        scribe = Scribe(self.shared.presence)
+        self.lanes = [AsyncLane(self.shared, engine, scribe, n + 1) for n in range(self.count)]
         running = [lane.start() for lane in self.lanes]
         for task in running:
             await asyncio.wait([task])
             self._running -= 1
+        scribe.close()
         await engine.dispose()
 
     def give_up(self) -> None:

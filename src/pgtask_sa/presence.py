@@ -11,8 +11,8 @@ server frees it in the moment in which the process dies, with nothing to configu
 Through a pooler nothing is noted: the note would wait for a server process while its lane holds
 another one, and with all of them held by lanes it would wait for ever.
 
-The statement is sent past SQLAlchemy and psycopg's cursors, since it is sent for each claim: three
-times as fast.
+An event loop does not wait for what it has sent, see `scribe`. Whoever needs the connection
+meanwhile reads the answer first, so that nobody depends on a loop that a handler may hold up.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
 from sqlalchemy import Connection, Engine, Table
 
 from pgtask_sa import presence_statements as statements
-from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION, TOUCHED
+from pgtask_sa.claim import ROW_VERSION, TOUCHED
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import is_blameless
+from pgtask_sa.notes import Landed, Note, Notes
 from pgtask_sa.settle import Claimed
-from pgtask_sa.wire import Wired, answers_within, checked, results
 
 T = TypeVar("T")
 
@@ -87,10 +86,7 @@ class Presence:
         self._told = False
         self._lanes = 0
         self._named_by_dead: frozenset[int] | None = None  # tasks; None as long as unknown
-        self._flying: set[int] = set()  # lanes whose rows are not empty
-        self._places: dict[int, str] = {}  # where each lane's row is in the table
-        self._note = Wired(statements.note_claim(task))
-        self._note_in_place = Wired(statements.note_in_place(task))
+        self._notes = Notes(task)
 
     # -- lanes ---------------------------------------------------------------------------------
 
@@ -126,36 +122,27 @@ class Presence:
             return True
         return bool(named) and any(claimed.task_id in named for claimed in batch)
 
-    def note(
-        self, lane: int, batch: Sequence[Claimed], patience: float | None = None
-    ) -> Callable[[], None] | None:
+    def note(self, lane: int, batch: Sequence[Claimed]) -> None:
         """Commit what a lane is about to run.
-
-        With ``patience``, in seconds, it takes hardly longer than that: what it returns then, if
-        anything, does the rest, and may be called in another thread.
 
         Raises:
             psycopg.Error: it could not be committed; nothing of it may be run.
         """
-        if not self._is_direct:
-            return None
-        first = batch[0].values
-        ids = [claimed.task_id for claimed in batch]
-        versions = [claimed.values[ROW_VERSION] for claimed in batch]
-        values = self._values(lane, ids, versions, first[BACKEND_PID], first[BEGUN_AT])
-        if patience is None:
-            self._write_surely(values)
-            return None
-        return self._write_soon(values, patience)
+        if self._is_direct:
+            self.write(self.draft(lane, batch))
+
+    def draft(self, lane: int, batch: Sequence[Claimed]) -> Note:
+        """Return what is to be noted of what a lane is about to run, if it runs anything."""
+        return Note(self.worker_id, lane, batch)
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
-        if lane in self._flying:
-            self._write_surely(self._values(lane, [], [], None, None))
+        if self.is_flying(lane):
+            self.write(Note(self.worker_id, lane))
 
     def is_flying(self, lane: int | None) -> bool:
         """Say whether a lane's row names tasks."""
-        return lane in self._flying
+        return lane in self._notes.flying
 
     @property
     def is_noting(self) -> bool:
@@ -191,6 +178,7 @@ class Presence:
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
         with self._lock:
+            self._notes.land()
             if self._connection is None:
                 return
             try:
@@ -217,6 +205,7 @@ class Presence:
 
         None is kept that met an error: a setting of it may be the cause.
         """
+        self._notes.land()
         was_open = self._connection is not None
         try:
             return work(self._connected())
@@ -234,8 +223,7 @@ class Presence:
         if self._is_direct:
             connection.exec_driver_sql(NO_WAIT)
             connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
-            for each in (self._note, self._note_in_place):
-                checked(self._driver.pgconn.prepare(each.name, each.text.encode()))
+            self._notes.prepare(self._driver.pgconn)
             self._look_for_dead(connection)
         elif not self._told:
             self._told = True
@@ -243,7 +231,7 @@ class Presence:
         self._write_lanes(connection, range(1, self._lanes + 1))
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
-        self._places.clear()
+        self._notes.places.clear()
         me = {"worker_id": self.worker_id, "host": socket.gethostname(), "pid": os.getpid()}
         rows = [{**me, "lane": lane, "is_direct": self._is_direct} for lane in lanes]
         if rows:
@@ -256,91 +244,63 @@ class Presence:
             connection.invalidate()
             connection.close()
 
-    # -- the statement of each claim ---------------------------------------------------------------
+    # -- notes -----------------------------------------------------------------------------------
 
-    def _values(
-        self, lane: int, ids: list[int], versions: list[int], pid: int | None, begun: Any
-    ) -> dict[str, Any]:
-        return {
-            "worker_id": self.worker_id,
-            "lane": lane,
-            "task_ids": ids,
-            "row_versions": versions,
-            "backend_pid": pid,
-            "begun_at": begun,
-        }
+    def write(self, note: Note) -> None:
+        """Write a lane's row.
 
-    def _write_surely(self, values: dict[str, Any]) -> None:
-        """Write a lane's row."""
+        Raises:
+            psycopg.Error: it could not be committed.
+        """
         with self._lock:
-            self._surely(lambda connection: self._write_or_enlist(connection, values))
-            self._written(values)
+            self._surely(lambda connection: self._write_or_enlist(connection, note))
 
-    def _written(self, values: dict[str, Any]) -> None:
-        if values["task_ids"]:
-            self._flying.add(values["lane"])
-        else:
-            self._flying.discard(values["lane"])
+    def _write_or_enlist(self, connection: Connection, note: Note) -> None:
+        pgconn = self._driver.pgconn
+        if not self._notes.write(pgconn, note):  # somebody took this worker for dead, and it out
+            self._write_lanes(connection, range(1, self._lanes + 1))
+            self._notes.write(pgconn, note)
 
-    def _write_soon(self, values: dict[str, Any], patience: float) -> Callable[[], None] | None:
-        """Write a lane's row where it was last; return what is to be done if that takes longer."""
-        surely = partial(self._write_surely, values)
-        place = self._places.get(values["lane"])
-        if place is None or not self._lock.acquire(timeout=patience):
-            return surely
-        note = self._note_in_place
+    def send(
+        self, notes: Sequence[Note], landed: Landed, watch: Callable[[Any], object], patience: float
+    ) -> bool:
+        """Send notes without waiting; from then on `see` is to be called until they have landed.
+
+        Args:
+            notes: at least one; they are committed together.
+            landed: told which were written, if another thread reads the answer.
+            watch: told the connection on which the answer will come.
+            patience: seconds to wait for the connection, if a thread works with it.
+
+        Returns:
+            False if that cannot be now: they are to be written one by one.
+        """
+        if not self._lock.acquire(timeout=patience):
+            return False
         try:
+            if self._connection is None or not self._notes.can_send(notes):
+                return False
             pgconn = self._driver.pgconn
-            given = note.parameters({**values, "place": place})
-            pgconn.send_query_prepared(note.name, given)
-            is_there = answers_within(pgconn, patience)
+            watch(pgconn)
+            self._notes.send(pgconn, notes, landed)
         except psycopg.Error:
-            self._lock.release()
-            return surely  # which makes another connection
-        if is_there:
-            return self._read(values)
-        return partial(self._read_surely, values)
-
-    def _read_surely(self, values: dict[str, Any]) -> None:
-        rest = self._read(values)
-        if rest is not None:
-            rest()
-
-    def _read(self, values: dict[str, Any]) -> Callable[[], None] | None:
-        """Read the answer; return what is to be done if it is not good."""
-        try:
-            found = [checked(result) for result in results(self._driver.pgconn)]
-            is_good = bool(found[0].ntuples)
-            if is_good:
-                self._places[values["lane"]] = found[0].get_value(0, 0).decode()
-                self._written(values)
-        except psycopg.Error:
-            is_good = False
+            self._close()
+            return False
         finally:
             self._lock.release()
-        return None if is_good else partial(self._write_surely, values)
+        return True
 
-    def _write_or_enlist(self, connection: Connection, values: dict[str, Any]) -> None:
-        if not self._write(values):  # somebody took this worker for dead and its rows out
-            self._write_lanes(connection, range(1, self._lanes + 1))
-            self._write(values)
+    def see(self) -> list[bool] | None:
+        """Read what there is of the answer, without waiting; return which notes were written.
 
-    def _write(self, values: dict[str, Any]) -> bool:
-        """Write a lane's row, where it was last or else by its number; False if there is none."""
-        lane = values["lane"]
-        place = self._places.get(lane)
-        result = None
-        if place is not None:
-            result = self._execute(self._note_in_place, {**values, "place": place})
-        if result is None or not result.ntuples:
-            result = self._execute(self._note, values)
-        if result.ntuples:
-            self._places[lane] = result.get_value(0, 0).decode()
-        return bool(result.ntuples)
-
-    def _execute(self, note: Wired, values: dict[str, Any]) -> Any:
-        pgconn = self._driver.pgconn
-        return checked(pgconn.exec_prepared(note.name, note.parameters(values)))
+        None: that is not known yet, or somebody else sees to it.
+        """
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return self._notes.see()
+        finally:
+            self._lock.release()
 
     def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
         """Tell which of the workers that had claimed these rows before are dead.

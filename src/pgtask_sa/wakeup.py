@@ -40,9 +40,10 @@ from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.events import Events
 from pgtask_sa.failures import headline, in_one_line
+from pgtask_sa.pipeline import readable
 from pgtask_sa.roster import Roster
 from pgtask_sa.tail import Lookout
-from pgtask_sa.wire import AllWired, Row, readable
+from pgtask_sa.wire import AllWired, Row
 
 FIRST_POLL = 0.02
 GROWTH = 3.0

@@ -28,6 +28,7 @@ from pgtask_sa.enqueue_async import AsyncTaskSession
 from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
+from pgtask_sa.pipeline import readable
 from pgtask_sa.plan import Options, Plan
 from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
@@ -35,7 +36,6 @@ from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.signals import early, routed
 from pgtask_sa.supervisor import CUT_OFF, REPLACE_ME, Supervisor
-from pgtask_sa.wire import readable
 from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
 
 EXIT_OK = 0

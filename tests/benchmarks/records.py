@@ -52,6 +52,7 @@ def drain(url: str, tally: Tally, spent: Any, *, lanes: int, batch: int, noted: 
     """Run what waits, in a process of its own."""
     if not noted:
         Presence.note = lambda *_: None  # type: ignore[method-assign]
+        Presence.is_noting = False  # type: ignore[assignment,method-assign]
     worker = Worker(handlers(tally), url, concurrency=lanes, batch_size=batch, drain=True)
     before = time.process_time()
     worker.run()

@@ -35,6 +35,7 @@ from pgtask_sa.execution import Execution
 from pgtask_sa.faces import SyncFace
 from pgtask_sa.ground import Ground
 from pgtask_sa.leases import Keeper, LeasedRuns
+from pgtask_sa.notes import Notes
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Settler
 from pgtask_sa.solitude import Gate, Solitary
@@ -148,19 +149,29 @@ class Process:
         self.engine.dispose()
 
 
-class _Presence(Presence):
+class _Notes(Notes):
     """Counts the statement of each claim too, which goes past psycopg's connection."""
 
-    def __init__(self, process: Process) -> None:
-        super().__init__(process.engine, process.tables.task, process.events)
+    def __init__(self, process: Process, presence: _Presence) -> None:
+        super().__init__(process.tables.task)
         self.process = process
+        self.presence = presence
 
-    def _execute(self, note: Any, values: dict[str, Any]) -> Any:
-        send = partial(super()._execute, note, values)
+    def _execute(self, pgconn: Any, wired: Any, values: dict[str, Any]) -> Any:
+        send = partial(super()._execute, pgconn, wired, values)
         lane = self.process.current()
         if lane is None:
             return send()
-        return lane.round_trip(self._driver, send, ("note", list(values["task_ids"])))
+        driver = self.presence._driver
+        return lane.round_trip(driver, send, ("note", list(values["task_ids"])))
+
+
+class _Presence(Presence):
+    """Takes such notes."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process.engine, process.tables.task, process.events)
+        self._notes = _Notes(process, self)
 
     def is_own(self, driver: Any) -> bool:
         """Say whether that is the connection of this entry."""
@@ -305,8 +316,9 @@ class Lane:
         execution.claiming = _Claiming(connection, execution.ground, claimer, process.tables)
         execution.claiming.lane = self
         execution.arrears = self._arrears
+        note = partial(process.presence.note, self.entry)
         execution.admission = Admission(
-            process.presence, self.entry, face, execution.settler, handlers
+            process.presence, self.entry, face, execution.settler, handlers, note=note
         )
         self.execution = execution
         self._leased = LeasedRuns(execution, process.keeper)
