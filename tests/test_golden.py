@@ -103,6 +103,7 @@ CASES: dict[str, Callable[[], Executable]] = {
     "hold_presence": presence_statements.hold_presence,
     "enlist": lambda: presence_statements.enlist(TASK),
     "note_claim": lambda: presence_statements.note_claim(TASK),
+    "renumber": lambda: presence_statements.renumber(TASK),
     "note_in_place": lambda: presence_statements.note_in_place(TASK),
     "disown": lambda: presence_statements.disown(TASK),
     "deaths": lambda: presence_statements.deaths(TASK),
