@@ -151,6 +151,21 @@ def test_a_look_leads_back_to_the_lottery(
     assert not end.in_use
 
 
+@pytest.mark.parametrize(("claims_take", "seconds"), [(0.02, 2.5), (0.0005, 10.0)])
+def test_when_a_crowd_may_be_gone(clock: list[float], claims_take: float, seconds: float) -> None:
+    """A lane that knows of dead rows looks now and then, and sooner if claims are slow again."""
+    end = Tail(TASK)
+    end.is_wanted = True
+    looked(end, clock, rows_of(*range(MOST_WAITING), newest=2000), 0.05)
+    for _ in range(10):
+        end.timed(claims_take)
+    found = []
+    for wait in (seconds - 0.1, 0.2):
+        clock[0] += wait
+        found.append(end.must_look())
+    assert [False, True] == found
+
+
 def test_thorough_looks_take_a_fiftieth_of_all_time(
     slow: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -83,7 +83,7 @@ class Tail:
         self._others: list[int] = []  # below the floor
         self._listed = Listed(batch_size)
         self._seen = NEVER  # the server's time at the last look
-        self._sent = self._next_thorough = 0.0
+        self._sent = self._next_thorough = self._next_if_slow = 0.0
 
     def timed(self, seconds: float, *, along: bool = False) -> None:
         """Take notice of how long a claim by lottery took, or a look at its indexes."""
@@ -97,8 +97,9 @@ class Tail:
         """Say whether claims are so slow that it is to be seen whether there is a better way."""
         if self.in_use or (self._mean < SLOW and not self.is_wanted):
             return False
-        now = time.monotonic()
-        return now >= (self._next_thorough if self._mark is None else self._mark[0] + LAG)
+        now, is_slow = time.monotonic(), self._mean >= SLOW
+        due = self._next_if_slow if is_slow else self._next_thorough
+        return now >= (due if self._mark is None else self._mark[0] + LAG)
 
     def claim(self, asked: Sequence[Pair], types: Sequence[str], *, new_first: bool) -> Ask:
         """Return a claim of pairs, in their order."""
@@ -148,6 +149,7 @@ class Tail:
         if self.thorough:
             part = PART_IN_A_CROWD if self.crowded else PART_OF_TIME
             self._next_thorough = now + min(max(PAUSE, part * took), RAREST)
+            self._next_if_slow = now + min(max(PAUSE, PART_OF_TIME * took), RAREST)
         if self.crowded or self.is_clear:
             self._leave(now)
         else:
@@ -168,6 +170,7 @@ class Tail:
         self.in_use, self._mark, self._floor, self._others = False, None, FIRST, []
         self._mean = 0.0
         self._next_thorough = max(self._next_thorough, now + PAUSE)
+        self._next_if_slow = max(self._next_if_slow, now + PAUSE)
 
 
 def is_few(dead: int | None) -> bool:
