@@ -228,6 +228,12 @@ def db_url(direct_db_url: str, request: pytest.FixtureRequest) -> str:
     return pooler.url(direct_db_url)
 
 
+@pytest.fixture
+def direct_url(direct_db_url: str) -> str | None:
+    """Give what workers need beside `db_url` to keep all promises: nothing, without a pooler."""
+    return direct_db_url if _through_pooler() else None
+
+
 @pytest.fixture(scope="session")
 def pooler(server_url: str) -> Iterator[PgBouncer]:
     """Give a PgBouncer in front of the session's server: `pooler.url(url)` leads through it."""
