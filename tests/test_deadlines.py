@@ -309,11 +309,10 @@ def test_what_fails_is_tried_again(db_url, monkeypatch):
     assert ([1], [], 3) == (starts, running.marks(), len(tries))
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("budget", [1, 2])
-def test_another_lane_is_faster_than_the_enforcement(db_url, monkeypatch, budget):
+def test_another_lane_is_faster_than_the_enforcement(db_url, direct_url, monkeypatch, budget):
     """It finds that the start was noted, and counts it in place of a start too many."""
-    running = Running(db_url, concurrency=1 + budget)
+    running = Running(db_url, concurrency=1 + budget, direct_url=direct_url)
     starts = _stuck(running, max_attempts=budget)
 
     def only_end(_self: Any, execution: Any, claimed: Any, _patience: str) -> bool:
@@ -333,15 +332,14 @@ def test_another_lane_is_faster_than_the_enforcement(db_url, monkeypatch, budget
     assert [(0,)] == running.rows("select count(*) from task")
 
 
-@pytest.mark.direct
-def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url):
+def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url, direct_url):
     """The start is counted once: as one whose time was over, and not as a death, too."""
-    fleet = Fleet(db_url, target="dying_tasks:tasks")
+    fleet = Fleet(db_url, direct_url=direct_url, target="dying_tasks:tasks")
     with fleet.worker("--concurrency", "1") as worker:
         fleet.enqueue("STUCK", {})
         assert -signal.SIGKILL == worker.wait(30)
     fleet.until(lambda: [0] == fleet.attempts())
-    running, starts = Running(db_url, concurrency=1), []
+    running, starts = Running(db_url, concurrency=1, direct_url=direct_url), []
 
     @running.tasks.handler("STUCK", max_attempts=5, backoff=0, timeout=TIMEOUT)
     def body(session, params, task):
