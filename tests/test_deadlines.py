@@ -18,6 +18,7 @@ from sqlalchemy import text
 
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.enforcement import Enforcer
+from pgtask_sa.engines import database_url
 from pgtask_sa.statements import end_transaction
 
 TIMEOUT = 0.2
@@ -211,19 +212,18 @@ SERVER_LIMITS = {
 }
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("touches", ["before", "after", "never"])
 @pytest.mark.parametrize("limit", SERVER_LIMITS)
-def test_a_time_limit_of_the_server(db_url, limit, touches):
+def test_a_time_limit_of_the_server(direct_db_url, db_url, limit, touches):
     """F2: a failed attempt with a plain message, and the worker lives."""
-    running = Running(db_url, concurrency=1)
-    name = running.url.database
+    running = Running(direct_db_url, concurrency=1)
     if not running.rows("select 1 from pg_settings where name = :n", n=limit):
         pytest.skip(f"this server has no {limit}")
     if limit == "statement_timeout" and touches != "after":
         pytest.skip("it is a limit of statements")
     # it holds for the worker's own statements as well, on a machine that is busy
-    running.execute(f"alter database {name} set {limit} = '700ms'")
+    running.execute(f"alter database {running.url.database} set {limit} = '700ms'")
+    running.url = database_url(db_url)
 
     @running.tasks.handler("SLOW", max_attempts=2, backoff=0, timeout=None)  # else ours holds
     def slow(session, params):
