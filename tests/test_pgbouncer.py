@@ -458,7 +458,7 @@ def test_an_idle_worker_holds_no_server_connection(direct_db_url, narrow_url):
         running.first("listener.polling")
         _pause(running)
         for _ in range(5):
-            assert [("idle", True, True)] == running.rows(states)
+            running.until(lambda: [("idle", True, True)] == running.rows(states))  # between looks
         with _application(narrow_url) as session:
             session.enqueue("B", {"i": 1})
             session.commit()
