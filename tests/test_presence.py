@@ -163,7 +163,7 @@ def test_a_dead_worker_is_taken_out(running, monkeypatch):
         assert 1 in [n for n, _ in running.rows(ENTRIES)]
         running.execute("delete from task")
         running.until(lambda: 1 not in [n for n, _ in running.rows(ENTRIES)])
-        assert 2 == running.count("task_worker")
+        running.until(lambda: 2 == running.count("task_worker"))
     assert 0 == running.count("task_worker")
 
 
