@@ -165,15 +165,16 @@ def test_an_async_handler_that_blocks_the_loop(db_url):
     assert ([], 0) == (running.marks(), running.count())
 
 
-def test_a_deadline_that_cannot_be_enforced(db_url):
+def test_a_deadline_that_cannot_be_enforced(direct_db_url, db_url):
     """Whoever comes back too late does not commit, and it counts, watchdog or not."""
-    running = Running(db_url, concurrency=1)
+    running = Running(direct_db_url, concurrency=1)
     name = running.url.database
     running.execute(f"alter database {name} set search_path = public, pg_catalog")
     running.execute(
         "create function pg_terminate_backend(int) returns bool language plpgsql"
         " as $$ begin raise 'not allowed'; end $$"
     )
+    running.url = database_url(db_url)  # nobody has come this way before the change
 
     @running.tasks.handler("LATE", max_attempts=2, backoff=0, timeout=TIMEOUT)
     def late(session, params):
