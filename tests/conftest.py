@@ -219,13 +219,24 @@ def direct_db_url(databases: Databases, template_db: str) -> Iterator[str]:
         yield url
 
 
+def _through(request: pytest.FixtureRequest, url: str) -> str:
+    """Return the URL that leads to a database in the way that this run of the tests takes."""
+    if not _through_pooler():
+        return url
+    pooler: PgBouncer = request.getfixturevalue("pooler")
+    return pooler.url(url)
+
+
 @pytest.fixture
 def db_url(direct_db_url: str, request: pytest.FixtureRequest) -> str:
     """Give the URL of a fresh database with the library's own tables."""
-    if not _through_pooler():
-        return direct_db_url
-    pooler: PgBouncer = request.getfixturevalue("pooler")
-    return pooler.url(direct_db_url)
+    return _through(request, direct_db_url)
+
+
+@pytest.fixture
+def direct_url(direct_db_url: str) -> str | None:
+    """Give what workers need beside `db_url` to keep all promises: nothing, without a pooler."""
+    return direct_db_url if _through_pooler() else None
 
 
 @pytest.fixture(scope="session")
@@ -238,10 +249,10 @@ def pooler(server_url: str) -> Iterator[PgBouncer]:
 
 
 @pytest.fixture
-def empty_db_url(databases: Databases) -> Iterator[str]:
+def empty_db_url(databases: Databases, request: pytest.FixtureRequest) -> Iterator[str]:
     """Give the URL of a fresh database without any tables."""
     with databases.temporary() as url:
-        yield url
+        yield _through(request, url)
 
 
 @pytest.fixture

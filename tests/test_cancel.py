@@ -62,10 +62,10 @@ class TestWaiting:
         assert [(task_id, "A", 3, "ValueError: no", "cancelled")] == _rows(engine, DEAD)
         assert [] == _rows(engine, "select task_id from task")
 
-    def test_a_task_that_killed_its_workers(self, engine):
+    def test_a_task_that_killed_its_workers(self, engine, direct_db_url):
         """Starts with workers that died of it are counted; one that lives has settled its own."""
         task_id = _add(engine, attempts=1)
-        with noting.alive(engine.url) as connection:
+        with noting.alive(direct_db_url) as connection:
             for number, worker_id in enumerate((noting.WORKER_ID, 1, 2)):
                 noting.write_lane(connection, task_id, worker_id=worker_id, lane=number)
             noting.write_lane(connection, task_id, worker_id=3, row_versions=[1])
@@ -161,34 +161,35 @@ class TestStaleNotes:
             assert "running" == _cancel(engine, task_id)[0].found
             holder.invalidate()
 
-    def test_another_transaction_of_the_same_process(self, engine):
+    def test_another_transaction_of_the_same_process(self, engine, direct_db_url):
         """The process that ran the task does something else by now."""
-        with self._held(engine) as (task_id, holder), noting.alive(engine.url) as connection:
+        with self._held(engine) as (task_id, holder), noting.alive(direct_db_url) as connection:
             earlier = noting.holder(connection, task_id).xact_start.replace(year=2020)
             noting.write_lane(connection, task_id, begun_at=earlier)
             noting.write_lane(connection, task_id, lane=2, begun_at=None)
             assert "held" == _cancel(engine, task_id)[0].found
             assert self._unharmed(holder)
 
-    def test_another_version_of_the_row(self, engine):
+    def test_another_version_of_the_row(self, engine, direct_db_url):
         """The task came back and was taken by somebody else since."""
-        with self._held(engine) as (task_id, holder), noting.alive(engine.url) as connection:
+        with self._held(engine) as (task_id, holder), noting.alive(direct_db_url) as connection:
             noting.write_lane(connection, task_id, row_versions=[1])
             assert "held" == _cancel(engine, task_id)[0].found
             assert self._unharmed(holder)
 
 
-def test_a_transaction_that_may_not_be_seen(engine):
+def test_a_transaction_that_may_not_be_seen(engine, direct_db_url):
     """Of another role's transaction nothing is known for sure: it is left, and that is said."""
     name = f"clerk_{secrets.token_hex(4)}"
     task_id = _add(engine)
-    with engine.connect() as worker, noting.alive(engine.url) as connection:
+    with engine.connect() as worker, noting.alive(direct_db_url) as connection:
         worker.execute(text("select * from task for update"))
         noting.write_lane(connection, task_id)
         connection.execute(text(f"create role {name} login password 'secret'"))
         connection.execute(text(f"grant all on all tables in schema public to {name}"))
         connection.commit()
-        clerk = create_engine(engine.url.set(username=name, password="secret"), poolclass=NullPool)
+        clerk_url = make_url(direct_db_url).set(username=name, password="secret")
+        clerk = create_engine(clerk_url, poolclass=NullPool)
         (done,) = _cancel(clerk, task_id)
         assert ("hidden", False, "web1") == (done.found, done.is_done, done.host)
         assert 1 == worker.scalar(text("select count(*) from task"))
@@ -267,9 +268,9 @@ KINDS = ["in_sql", "in_python", "in_python_alone", "in_asyncio"]
 
 class TestRunning:
     @pytest.mark.parametrize("kind", KINDS)
-    def test_is_stopped(self, db_url, kind):
+    def test_is_stopped(self, db_url, direct_url, kind):
         """It is buried at once, what it wrote is undone, and it does not run again."""
-        stuck = Stuck(db_url, kind, concurrency=1)
+        stuck = Stuck(db_url, kind, concurrency=1, direct_url=direct_url)
         with stuck.running as running:
             stuck.begin()
             done = stuck.cancel(1)
@@ -282,9 +283,9 @@ class TestRunning:
         assert [(1, "A", 0, None, "cancelled")] == _rows(stuck.engine, DEAD)
 
     @pytest.mark.parametrize("which", [0, 1, 2], ids=["running", "second", "third"])
-    def test_one_of_a_batch(self, db_url, which):
+    def test_one_of_a_batch(self, db_url, direct_url, which):
         """Whether its turn has come or not; the others run again, once to the end."""
-        stuck = Stuck(db_url, "in_python", concurrency=1, batch_size=3)
+        stuck = Stuck(db_url, "in_python", concurrency=1, batch_size=3, direct_url=direct_url)
         with stuck.running as running:
             with running.admin.begin() as connection:  # so that one claim takes all three
                 connection.execute(text("insert into task (task_type) values ('A'),('A'),('A')"))
@@ -297,9 +298,9 @@ class TestRunning:
         assert [*rest, 4, 5, 6, 7, 8] == stuck.running.marks()
         assert [(order[which], "A", 0, None, "cancelled")] == _rows(stuck.engine, DEAD)
 
-    def test_among_many_workers(self, db_url):
+    def test_among_many_workers(self, db_url, direct_url):
         """Many wait for work. One that is faster than the cancel is found by its next look."""
-        stuck = Stuck(db_url, "in_python", concurrency=8)
+        stuck = Stuck(db_url, "in_python", concurrency=8, direct_url=direct_url)
         with stuck.running:
             for task_id in range(1, 6):
                 stuck.begin()
@@ -310,10 +311,10 @@ class TestRunning:
         assert [(n, "A", 0, None, "cancelled") for n in range(1, 6)] == _rows(stuck.engine, DEAD)
         assert not {1, 2, 3, 4, 5} & set(stuck.running.marks())
 
-    def test_comes_back_by_requeue(self, db_url, monkeypatch):
+    def test_comes_back_by_requeue(self, db_url, direct_url, monkeypatch):
         """With its old number, and it runs."""
         monkeypatch.setenv("DATABASE_URL", db_url)
-        stuck = Stuck(db_url, "in_python", concurrency=1)
+        stuck = Stuck(db_url, "in_python", concurrency=1, direct_url=direct_url)
         with stuck.running:
             stuck.begin()
             stuck.cancel(1)
@@ -322,15 +323,16 @@ class TestRunning:
             stuck.running.until_empty()
         assert [1] == stuck.running.marks()
 
-    def test_is_told_to_the_workers(self, db_url, engine):
+    def test_is_told_to_the_workers(self, direct_db_url, engine):
         """They hear the number on the channel of the wake-up; of a task that waited, nothing."""
         waiting, running = _add(engine), _add(engine)
-        url = make_url(db_url).set(drivername="postgresql").render_as_string(hide_password=False)
-        with psycopg.connect(url, autocommit=True) as listener, engine.connect() as lane:
+        url = make_url(direct_db_url).set(drivername="postgresql")
+        dsn = url.render_as_string(hide_password=False)
+        with psycopg.connect(dsn, autocommit=True) as listener, engine.connect() as lane:
             (oid,) = listener.execute("select 'task'::regclass::oid").fetchone()
             listener.execute(f"listen pgtask_{oid}")
             lane.execute(text(f"delete from task where task_id = {running}"))
-            with noting.alive(engine.url) as connection:
+            with noting.alive(direct_db_url) as connection:
                 noting.write_lane(connection, running)
                 assert ["waiting", "running"] == [
                     d.found for d in _cancel(engine, waiting, running)

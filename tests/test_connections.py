@@ -47,12 +47,19 @@ def test_a_worker_with_the_url_of_asyncpg(db_url):
     assert 0 == running.count()
 
 
-@pytest.mark.direct
+def _set_date_style(direct_db_url: str) -> None:
+    """Give one to the database, before anybody has come there through a pooler."""
+    admin = create_engine(direct_db_url)
+    name = admin.url.database
+    with admin.begin() as connection:
+        connection.execute(text(f"alter database {name} set datestyle = 'SQL, DMY'"))
+    admin.dispose()
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_date_style_of_the_database(db_url, kind):
+def test_a_date_style_of_the_database(direct_db_url, db_url, kind):
     """The rows of a claim hold timestamps, which psycopg reads in one style only."""
-    running = Running(db_url, drain=True)
-    running.execute(f"alter database {running.url.database} set datestyle = 'SQL, DMY'")
+    running = Running(direct_db_url, drain=True)
     styles: list[str] = []
 
     def body(session, params):
@@ -63,21 +70,18 @@ def test_a_date_style_of_the_database(db_url, kind):
 
     running.tasks.handler("A")(body if kind == "sync" else awaited)
     running.enqueue("A")
+    _set_date_style(direct_db_url)
+    running.url = database_url(db_url)
     with running:
         running.wait()
     assert ["ISO, DMY"] == styles
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("broken", ["CHECK_CLIENT", "DATE_STYLE"])
-def test_one_setting_that_is_refused(db_url, monkeypatch, broken):
+def test_one_setting_that_is_refused(direct_db_url, db_url, monkeypatch, broken):
     """The other one holds all the same."""
     monkeypatch.setattr(f"pgtask_sa.engines.{broken}", ("no_such_setting", "1"))
-    name = make_url(db_url).database
-    admin = create_engine(db_url)
-    with admin.begin() as connection:
-        connection.execute(text(f"alter database {name} set datestyle = 'SQL, DMY'"))
-    admin.dispose()
+    _set_date_style(direct_db_url)
     engine = worker_engine(database_url(db_url), 1)
     with engine.connect() as connection:
         interval = connection.scalar(text("show client_connection_check_interval"))
@@ -194,7 +198,7 @@ def test_an_error_on_a_connection_that_is_gone(engine):
         raise ValueError("the cause")
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # a pooler holds as many as it likes
 def test_an_idle_worker_holds_a_connection_for_each_lane_and_two_more(db_url):
     """What the README says of sizing: concurrency for each kind of handler, and two more."""
     running = Running(db_url, concurrency=3)

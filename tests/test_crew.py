@@ -235,11 +235,11 @@ def test_a_handler_that_is_late_while_the_watchdog_is_not_there(db_url, monkeypa
 # -- the announcement ------------------------------------------------------------------------
 
 
-@pytest.mark.direct
-def test_an_announcement_that_is_lost(db_url, monkeypatch):
+def test_an_announcement_that_is_lost(db_url, direct_url, monkeypatch):
     """An insert held the lock in the moment in which the worker fell asleep; it tries again."""
     monkeypatch.setattr(wakeup, "GROWTH", 1000.0)  # the second look of habit is far away
-    running = Running(db_url, concurrency=1, idle_interval=60, report_interval=60)
+    options = {"idle_interval": 60, "report_interval": 60, "direct_url": direct_url}
+    running = Running(db_url, concurrency=1, **options)
     began = threading.Event()
     running.tasks.handler("A")(lambda session, params: began.set())
     oid = running.rows("select 'task'::regclass::oid::int")[0][0]

@@ -18,6 +18,7 @@ from sqlalchemy import text
 
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.enforcement import Enforcer
+from pgtask_sa.engines import database_url
 from pgtask_sa.statements import end_transaction
 
 TIMEOUT = 0.2
@@ -164,15 +165,16 @@ def test_an_async_handler_that_blocks_the_loop(db_url):
     assert ([], 0) == (running.marks(), running.count())
 
 
-def test_a_deadline_that_cannot_be_enforced(db_url):
+def test_a_deadline_that_cannot_be_enforced(direct_db_url, db_url):
     """Whoever comes back too late does not commit, and it counts, watchdog or not."""
-    running = Running(db_url, concurrency=1)
+    running = Running(direct_db_url, concurrency=1)
     name = running.url.database
     running.execute(f"alter database {name} set search_path = public, pg_catalog")
     running.execute(
         "create function pg_terminate_backend(int) returns bool language plpgsql"
         " as $$ begin raise 'not allowed'; end $$"
     )
+    running.url = database_url(db_url)  # nobody has come this way before the change
 
     @running.tasks.handler("LATE", max_attempts=2, backoff=0, timeout=TIMEOUT)
     def late(session, params):
@@ -211,19 +213,18 @@ SERVER_LIMITS = {
 }
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("touches", ["before", "after", "never"])
 @pytest.mark.parametrize("limit", SERVER_LIMITS)
-def test_a_time_limit_of_the_server(db_url, limit, touches):
+def test_a_time_limit_of_the_server(direct_db_url, db_url, limit, touches):
     """F2: a failed attempt with a plain message, and the worker lives."""
-    running = Running(db_url, concurrency=1)
-    name = running.url.database
+    running = Running(direct_db_url, concurrency=1)
     if not running.rows("select 1 from pg_settings where name = :n", n=limit):
         pytest.skip(f"this server has no {limit}")
     if limit == "statement_timeout" and touches != "after":
         pytest.skip("it is a limit of statements")
     # it holds for the worker's own statements as well, on a machine that is busy
-    running.execute(f"alter database {name} set {limit} = '700ms'")
+    running.execute(f"alter database {running.url.database} set {limit} = '700ms'")
+    running.url = database_url(db_url)
 
     @running.tasks.handler("SLOW", max_attempts=2, backoff=0, timeout=None)  # else ours holds
     def slow(session, params):
@@ -309,11 +310,10 @@ def test_what_fails_is_tried_again(db_url, monkeypatch):
     assert ([1], [], 3) == (starts, running.marks(), len(tries))
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("budget", [1, 2])
-def test_another_lane_is_faster_than_the_enforcement(db_url, monkeypatch, budget):
+def test_another_lane_is_faster_than_the_enforcement(db_url, direct_url, monkeypatch, budget):
     """It finds that the start was noted, and counts it in place of a start too many."""
-    running = Running(db_url, concurrency=1 + budget)
+    running = Running(db_url, concurrency=1 + budget, direct_url=direct_url)
     starts = _stuck(running, max_attempts=budget)
 
     def only_end(_self: Any, execution: Any, claimed: Any, _patience: str) -> bool:
@@ -333,15 +333,14 @@ def test_another_lane_is_faster_than_the_enforcement(db_url, monkeypatch, budget
     assert [(0,)] == running.rows("select count(*) from task")
 
 
-@pytest.mark.direct
-def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url):
+def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url, direct_url):
     """The start is counted once: as one whose time was over, and not as a death, too."""
-    fleet = Fleet(db_url, target="dying_tasks:tasks")
+    fleet = Fleet(db_url, direct_url=direct_url, target="dying_tasks:tasks")
     with fleet.worker("--concurrency", "1") as worker:
         fleet.enqueue("STUCK", {})
         assert -signal.SIGKILL == worker.wait(30)
     fleet.until(lambda: [0] == fleet.attempts())
-    running, starts = Running(db_url, concurrency=1), []
+    running, starts = Running(db_url, concurrency=1, direct_url=direct_url), []
 
     @running.tasks.handler("STUCK", max_attempts=5, backoff=0, timeout=TIMEOUT)
     def body(session, params, task):

@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 import pytest
 from faces import committed
 from own_models import EnumJob, HstoreJob, Kind, PlainJob, Usr, create_all
-from sqlalchemy import Engine, ForeignKey, Integer, event, func, inspect, text
+from sqlalchemy import (
+    Engine,
+    ForeignKey,
+    Integer,
+    NullPool,
+    create_engine,
+    event,
+    func,
+    inspect,
+    text,
+)
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 from sqlalchemy.orm import (
@@ -410,11 +420,13 @@ def test_a_task_whose_insert_was_rolled_back_can_be_added_no_more(engine, nested
             session.commit()
 
 
-def test_an_insert_that_fails_in_autocommit(engine):
+def test_an_insert_that_fails_in_autocommit(direct_db_url, engine):
     """It is not tried once more behind the caller's back."""
+    with create_engine(direct_db_url, poolclass=NullPool).begin() as admin:
+        # not for a session: through a pooler the next statement is another one's
+        admin.exec_driver_sql(f"alter database {engine.url.database} set lock_timeout = '50ms'")
     connection = engine.connect().execution_options(isolation_level="AUTOCOMMIT")
     with connection, TaskSession(connection) as session, engine.connect() as other:
-        connection.exec_driver_sql("set lock_timeout = '50ms'")
         other.execute(text("lock table task in exclusive mode"))
         session.enqueue("A", {})
         with pytest.raises(DBAPIError):

@@ -25,7 +25,6 @@ def test_a_child_that_comes_back(fleet: Fleet, kind, how):
     assert ([0, 1, 2], 0) == (fleet.done(), fleet.count("dead_task")), worker.output
 
 
-@pytest.mark.direct
 def test_a_child_that_outlives_its_worker(fleet: Fleet):
     """The server sees the worker's end all the same: the task runs elsewhere, soon."""
     with fleet.engine.begin() as connection:

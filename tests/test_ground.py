@@ -177,9 +177,9 @@ def test_an_enqueue_that_may_have_to_wait(engine: Engine, lane: Connection):
 
 def test_why_the_server_ended_the_connection(engine: Engine, lane: Connection):
     """It says so while nothing is being asked; an error that follows does not."""
-    ground = Ground(lane)
+    ground, pid = Ground(lane), lane.scalar(text("select pg_backend_pid()"))
     with ground, engine.connect() as admin:
-        pgconn, pid = ground.driver.pgconn, ground.driver.info.backend_pid
+        pgconn = ground.driver.pgconn
         admin.execute(text("select pg_terminate_backend(:pid)"), {"pid": pid})
         gone = text("select not exists (select from pg_stat_activity where pid = :pid)")
         wait_until(lambda: admin.scalar(gone, {"pid": pid}))

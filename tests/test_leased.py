@@ -359,7 +359,7 @@ def test_a_connection_that_is_lost(running, kind):
     assert ([1, 1], [1], []) == (long.starts, running.marks(), running.dead())
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # a pooler takes another one in its place
 def test_a_connection_that_is_lost_while_it_is_not_used(running, kind):
     """It shows at the next use: nobody's fault, too, and what was committed stays."""
     long = Long(lambda s, _t: (mark(s, 1), s.commit()), lambda s, _t: mark(s, 2))

@@ -134,7 +134,7 @@ def test_an_option_that_would_stay(running, kind):
     assert NO_OPTION.format("isolation_level") in told
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # else each transaction begins with settings, and psycopg refuses it
 def test_autocommit_of_the_driver(running, kind):
     """It is noticed at the next commit, and the lane goes on with another connection."""
     seen: list[bool] = []
@@ -201,7 +201,7 @@ def test_settings_of_a_handler(running, kind, mode, how):
     assert [("SETS", 1)] == running.rows("select task_type, attempts from task")
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # through a pooler a setting ends with its transaction
 def test_settings_do_not_hide_the_lease(running, kind):
     """Its commits find the row of its task, and what it set holds on for what it writes."""
     running.execute("create schema elsewhere")
@@ -242,7 +242,7 @@ def test_what_comes_after_a_setting(running, kind, last):
     assert ([1], [1]) == (long.starts, running.marks())
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # through a pooler a setting ends with its transaction
 def test_a_handler_that_may_not_write_by_its_own_doing(running, kind):
     """A read-only server is nobody's fault; a setting of the handler is its own."""
 

@@ -65,11 +65,10 @@ def _loop(running: Running, release: threading.Event, **options) -> list[int]:
     return starts
 
 
-@pytest.mark.direct  # else nothing is noted for whoever is faster
 @pytest.mark.parametrize("budget", [1, 2])
-def test_a_deadline_while_a_migration_waits(db_url, release, budget):
+def test_a_deadline_while_a_migration_waits(db_url, direct_url, release, budget):
     """The handler's transaction is ended, the migration goes on, and each start is counted."""
-    running = Running(db_url, concurrency=4)
+    running = Running(db_url, concurrency=4, direct_url=direct_url)
     starts = _loop(running, release, max_attempts=budget, timeout=1)
     with running:
         running.enqueue("LOOP")
@@ -105,10 +104,9 @@ def _cancel(running: Running, task_id: int = 1) -> str:
         return Canceller(connection, Task).cancel(task_id).found
 
 
-@pytest.mark.direct  # else it is not known who runs it
-def test_a_cancel_while_a_migration_waits(db_url, release):
+def test_a_cancel_while_a_migration_waits(db_url, direct_url, release):
     """The task is buried, the migration goes on, and the worker tells which task it was."""
-    running = Running(db_url, concurrency=1)
+    running = Running(db_url, concurrency=1, direct_url=direct_url)
     starts = _loop(running, release, timeout=None)
     with running:
         running.enqueue("LOOP")

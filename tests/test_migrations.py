@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from pgbouncer import PgBouncer
     from sqlalchemy import Connection
 
 EMPTY = {
@@ -211,6 +212,16 @@ def _waiting(url: str, condition: str) -> int:
         return int(connection.scalar(text(query)) or 0)
 
 
+def _advisory_locks(url: str) -> list[int]:
+    """Return the server processes that hold one, here."""
+    query = (
+        "select pid from pg_locks where locktype = 'advisory' and database ="
+        " (select oid from pg_database where datname = current_database())"
+    )
+    with _connect(url) as connection:
+        return list(connection.scalars(text(query)))
+
+
 def test_concurrent_upgrades_do_not_clash(empty_db_url: str) -> None:
     """Of four machines that migrate at the same moment one does it, and none fails."""
     with ThreadPoolExecutor(4) as pool:
@@ -267,7 +278,7 @@ def test_blocked_migration_gives_up_and_names_the_task(migrated_url: str) -> Non
     """After its last attempt a migration says which task was in its way, and changed nothing."""
     before = _catalog(migrated_url)
     with _running_task(migrated_url) as worker:
-        pid = worker.connection.driver_connection.info.backend_pid
+        pid = worker.scalar(text("select pg_backend_pid()"))
         with pytest.raises(MigrationBlocked) as raised:
             migrations.downgrade(migrated_url, lock_timeout=0.05, attempts=2)
     assert str(raised.value) == (
@@ -309,19 +320,26 @@ def _relations(url: str) -> dict[str, int]:
         return {row.relname: row.relfilenode for row in connection.execute(text(query))}
 
 
-def test_0003_beside_a_running_task(empty_db_url: str) -> None:
+@pytest.mark.parametrize("pooled", [False, True])
+def test_0003_beside_a_running_task(
+    empty_db_url: str, request: pytest.FixtureRequest, pooled: bool
+) -> None:
     """A migration to 0003 lets a running task come to its end, and then goes through."""
-    _at_0002(empty_db_url)
-    with _running_task(empty_db_url, "delete from task where task_id = 1") as worker:
-        migration = threading.Thread(target=migrations.upgrade, args=(empty_db_url,))
+    url = request.getfixturevalue("pooler").url(empty_db_url) if pooled else empty_db_url
+    _at_0002(url)
+    with _running_task(url, "delete from task where task_id = 1") as worker:
+        migration = threading.Thread(target=migrations.upgrade, args=(url,))
         migration.start()
-        wait_until(lambda: _waiting(empty_db_url, "mode = 'AccessExclusiveLock'"))
+        wait_until(lambda: _waiting(url, "mode = 'AccessExclusiveLock'"))
         worker.commit()
         migration.join(30)
-    assert migrations.head() == migrations.current(empty_db_url)
-    assert {"task_ready_idx", "task_due_idx", "task_coalesce_idx"} == set(_relations(empty_db_url))
+        assert not migration.is_alive()
+    assert [] == _advisory_locks(url)
+    assert migrations.head() == migrations.current(url)
+    assert {"task_ready_idx", "task_due_idx", "task_coalesce_idx"} == set(_relations(url))
 
 
+@pytest.mark.direct  # through a pooler nothing is prepared
 def test_a_half_built_index_of_0003_is_built_anew(empty_db_url: str) -> None:
     """What a preparation that was killed left behind, valid or not, is in nobody's way."""
     _at_0002(empty_db_url)
@@ -334,6 +352,7 @@ def test_a_half_built_index_of_0003_is_built_anew(empty_db_url: str) -> None:
         assert "(priority, task_type, run_at)" in connection.scalar(text(query))
 
 
+@pytest.mark.direct  # through a pooler nothing is prepared
 def test_indexes_of_0003_are_built_before_anything_is_locked(empty_db_url: str) -> None:
     """The index that the preparation built is the one that is there in the end."""
     _at_0002(empty_db_url)
@@ -344,6 +363,15 @@ def test_indexes_of_0003_are_built_before_anything_is_locked(empty_db_url: str) 
         assert 1000 == connection.scalar(text("select count(*) from task where priority = 0"))
     migrations._run("upgrade", engine, "head", lock_timeout=1.0, attempts=3)
     assert prepared == _relations(empty_db_url)["task_ready_idx"]
+
+
+def test_0003_is_not_prepared_through_a_pooler(empty_db_url: str, pooler: PgBouncer) -> None:
+    """What is set for a session would be left to strangers there, and a lock be held for ever."""
+    _at_0002(empty_db_url)
+    before = _relations(empty_db_url)
+    engine = create_engine(pooler.url(empty_db_url), poolclass=NullPool)
+    migrations._prepare(engine, 1.0, 3)
+    assert before == _relations(empty_db_url)
 
 
 def test_0003_and_back(empty_db_url: str) -> None:

@@ -204,7 +204,7 @@ def _figures(seeds: str, seconds: float) -> str:
 
 
 @pytest.mark.skipif(not SECONDS, reason="PGTASK_MODEL_SECONDS is 0")
-@pytest.mark.direct
+@pytest.mark.direct  # it ends server processes, by the number that the driver knows
 @pytest.mark.timeout(SECONDS + 570)
 def test_the_queue_does_what_the_model_says(db_url: str, figures: Callable[[str], None]) -> None:
     """Whatever happens, each task is in one place, done once, and tried within its budget."""

@@ -194,6 +194,25 @@ def test_a_handler_that_is_longer_than_transactions_may_be_idle(
     assert ([1], []) == (running.marks(), running.told("task.retry", "transaction.lost"))
 
 
+@pytest.mark.parametrize(("kind", "batch_size"), [("sync", 1), ("async", 2)])
+def test_a_transaction_that_the_server_ends(direct_db_url, pooled_url, kind, batch_size):
+    """F2: a failed attempt, also if COMMIT is what finds it, which the pooler answers as well."""
+    running = _running(direct_db_url, pooled_url, concurrency=1, batch_size=batch_size)
+    if not running.rows("select 1 from pg_settings where name = 'transaction_timeout'"):
+        pytest.skip("this server has no transaction_timeout")
+    # it holds for the worker's own transactions as well, on a machine that is busy
+    name = make_url(direct_db_url).database
+    running.execute(f"alter database {name} set transaction_timeout = '700ms'")
+    slow = _register(running, kind, "SLOW", max_attempts=2, backoff=0, timeout=None)
+    slow(lambda session, params: threading.Event().wait(1.2))
+    running.enqueue("SLOW", *[{}] * batch_size)
+    with running:
+        running.until(lambda: [("SLOW", 2, "failed")] * batch_size == running.dead(), 30)
+    errors = [error for (error,) in running.rows("select last_error from dead_task")]
+    assert [True] * batch_size == ["transaction timeout" in error for error in errors]
+    assert [] == running.told("commit.unknown", "database.down")
+
+
 # -- work ------------------------------------------------------------------------------------
 
 
@@ -439,7 +458,7 @@ def test_an_idle_worker_holds_no_server_connection(direct_db_url, narrow_url):
         running.first("listener.polling")
         _pause(running)
         for _ in range(5):
-            assert [("idle", True, True)] == running.rows(states)
+            running.until(lambda: [("idle", True, True)] == running.rows(states))  # between looks
         with _application(narrow_url) as session:
             session.enqueue("B", {"i": 1})
             session.commit()

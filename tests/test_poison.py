@@ -12,8 +12,8 @@ QUIET = ("--log-level", "warning", "--idle-interval", "0.2")
 
 
 @pytest.fixture
-def fleet(db_url) -> Fleet:
-    return Fleet(db_url, target="poison_tasks:tasks")
+def fleet(db_url, direct_url) -> Fleet:
+    return Fleet(db_url, direct_url=direct_url, target="poison_tasks:tasks")
 
 
 @pytest.fixture

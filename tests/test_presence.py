@@ -23,8 +23,8 @@ ENTRIES = "select worker_id, task_ids from task_worker order by 1"
 
 
 @pytest.fixture
-def running(db_url) -> Running:
-    return Running(db_url, idle_interval=0.2)
+def running(db_url, direct_url) -> Running:
+    return Running(db_url, idle_interval=0.2, direct_url=direct_url)
 
 
 def _transactional(running: Running, *, released: bool = False) -> Long:
@@ -67,7 +67,7 @@ def test_a_row_that_is_free_before_the_lock_of_its_worker(running, monkeypatch, 
 def test_a_server_process_that_is_ended(running):
     """The task runs elsewhere, uncounted: its worker lives."""
     running.options["concurrency"] = 1
-    first, other = _transactional(running), Running(running.url, idle_interval=0.2)
+    first, other = _transactional(running), Running(running.url, **running.options)
     second = _transactional(other, released=True)
     with running:
         running.enqueue("A")
@@ -91,7 +91,7 @@ def test_a_worker_that_is_stopped(running):
         running.until(lambda: first.waiting)
         running.worker.stop()
         running.wait()
-    again = Running(running.url)
+    again = Running(running.url, direct_url=running.options["direct_url"])
     second = _transactional(again, released=True)
     with again:
         again.until_empty()
@@ -99,9 +99,9 @@ def test_a_worker_that_is_stopped(running):
     assert (3, [1], [1], []) == (running.code, first.starts, second.starts, running.rows(ENTRIES))
 
 
-def test_a_process_that_is_told_to_stop(db_url, tmp_path):
+def test_a_process_that_is_told_to_stop(db_url, direct_url, tmp_path):
     """SIGTERM, its grace over: uncounted as well."""
-    fleet = Fleet(db_url, target="poison_tasks:tasks")
+    fleet = Fleet(db_url, direct_url=direct_url, target="poison_tasks:tasks")
     file = tmp_path / "starts"
     fleet.enqueue("HANG", {"file": str(file)})
     with fleet.worker(*QUIET, "--grace", "0.1") as worker:
@@ -162,7 +162,7 @@ def test_a_dead_worker_is_taken_out(running, monkeypatch):
         assert 1 in [n for n, _ in running.rows(ENTRIES)]
         running.execute("delete from task")
         running.until(lambda: 1 not in [n for n, _ in running.rows(ENTRIES)])
-        assert 2 == running.count("task_worker")
+        running.until(lambda: 2 == running.count("task_worker"))
     assert 0 == running.count("task_worker")
 
 
@@ -198,7 +198,7 @@ def test_the_first_claims_of_a_worker(running, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_session_that_cannot_be_made(db_url, kind):
+def test_a_session_that_cannot_be_made(db_url, direct_url, kind):
     """No lane is kept from noting what it runs by one that got no further."""
     failures = iter([False] * 2 + [True] * 3)  # once it is known where the lanes' rows are
 
@@ -214,7 +214,7 @@ def test_a_session_that_cannot_be_made(db_url, kind):
         "sync": {"session": failing(TaskSession)},
         "async": {"async_session": failing(AsyncTaskSession)},
     }
-    running = Running(db_url, concurrency=2, **sessions[kind])
+    running = Running(db_url, concurrency=2, direct_url=direct_url, **sessions[kind])
     long = Long().register(running, kind, "A", mode="transactional")
     long.release.set()
     with running:

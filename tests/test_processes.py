@@ -29,6 +29,12 @@ def fleet(db_url) -> Fleet:
     return Fleet(db_url)
 
 
+@pytest.fixture
+def wakeful(db_url, direct_url) -> Fleet:
+    """Give a fleet whose workers can be notified."""
+    return Fleet(db_url, direct_url=direct_url)
+
+
 # -- the three promises ---------------------------------------------------------------------------
 
 
@@ -48,25 +54,24 @@ def test_promise_1_no_task_for_work_that_rolled_back(fleet: Fleet):
     assert [*range(0, 20, 2)] == fleet.done()
 
 
-@pytest.mark.direct
 @pytest.mark.timeout(150)
-def test_promise_2_exactly_once_whoever_is_killed(fleet: Fleet):
+def test_promise_2_exactly_once_whoever_is_killed(wakeful: Fleet):
     """Eight workers, 5,000 tasks that insert one row each, SIGKILL at random: 5,000 rows."""
     total, dice = 5000, random.Random(2)
     sizes = ["1", "1", "1", "1", "3", "10", "30", "100"]
 
     def worker(size):
         options = ("--batch-size", size, "--concurrency", "1", "--idle-interval", "0.5")
-        return stack.enter_context(fleet.worker(*options, "--log-level", "warning"))
+        return stack.enter_context(wakeful.worker(*options, "--log-level", "warning"))
 
     with contextlib.ExitStack() as stack:
         workers = {size + str(n): worker(size) for n, size in enumerate(sizes)}
-        fleet.until(lambda: len(fleet.rows(SLEEPING)) == len(sizes), 40)
+        wakeful.until(lambda: len(wakeful.rows(SLEEPING)) == len(sizes), 40)
         for i in range(0, total, 500):
             kind = "ASYNC_ROW" if i % 1000 else "ROW"
-            fleet.enqueue(kind, *[{"i": n} for n in range(i, i + 500)])
+            wakeful.enqueue(kind, *[{"i": n} for n in range(i, i + 500)])
         killed = 0
-        while fleet.count():
+        while wakeful.count():
             name = dice.choice([name for name, each in workers.items() if each.running])
             if killed < 12:
                 workers[name].kill()
@@ -74,8 +79,8 @@ def test_promise_2_exactly_once_whoever_is_killed(fleet: Fleet):
                 killed += 1
             let_pass(0.3)
     assert killed > 3
-    assert list(range(total)) == fleet.done()
-    assert 0 == fleet.count("dead_task")
+    assert list(range(total)) == wakeful.done()
+    assert 0 == wakeful.count("dead_task")
 
 
 SLEEPING = (
@@ -84,22 +89,21 @@ SLEEPING = (
 )
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("kind", ["SLEEP", "ASYNC_SLEEP", "QUERY"])
-def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(fleet, kind, figures):
+def test_promise_3_a_killed_workers_task_runs_elsewhere_within_a_second(wakeful, kind, figures):
     """SIGKILL in the middle of a handler, in Python or in a query on the server (F3)."""
-    with fleet.worker("--log-level", "warning") as first:
-        fleet.enqueue(kind, {"i": 1, "seconds": 60})
-        runner = fleet.until(fleet.runner)
-        with fleet.worker("--log-level", "warning", "--idle-interval", "30"):
-            fleet.until(lambda: len(fleet.rows(SLEEPING)) == 2, 20)
+    with wakeful.worker("--log-level", "warning") as first:
+        wakeful.enqueue(kind, {"i": 1, "seconds": 60})
+        runner = wakeful.until(wakeful.runner)
+        with wakeful.worker("--log-level", "warning", "--idle-interval", "30"):
+            wakeful.until(lambda: len(wakeful.rows(SLEEPING)) == 2, 20)
             first.kill()
             began = time.monotonic()
-            fleet.until(lambda: fleet.runner() not in (None, runner), 5)
+            wakeful.until(lambda: wakeful.runner() not in (None, runner), 5)
             took = time.monotonic() - began
     figures(f"{kind}: it runs elsewhere {took:.2f} s after SIGKILL")
     assert SOON > took
-    assert ([], 0) == (fleet.done(), fleet.count("dead_task"))
+    assert ([], 0) == (wakeful.done(), wakeful.count("dead_task"))
 
 
 # -- signals --------------------------------------------------------------------------------------

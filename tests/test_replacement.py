@@ -94,8 +94,9 @@ def test_an_event_loop_that_is_blocked(running, release):
     assert (0, ["lane.stuck"]) == (running.code, running.told("lane.stuck"))
 
 
-def test_a_suspect_that_is_stuck_while_it_is_alone(running, release):
+def test_a_suspect_that_is_stuck_while_it_is_alone(running, direct_url, release):
     """It kept all the others out; they come in again when its lane is written off."""
+    running.options["direct_url"] = direct_url  # without it there are no suspects
 
     @running.tasks.handler("SUSPECT", timeout=0.2, max_attempts=5)
     def suspect(session, params):
@@ -115,8 +116,9 @@ def test_a_suspect_that_is_stuck_while_it_is_alone(running, release):
         release.set()
 
 
-def test_a_stop_while_others_are_kept_out(running, release):
+def test_a_stop_while_others_are_kept_out(running, direct_url, release):
     """Lanes that wait until a suspect has ended, which runs alone, end themselves."""
+    running.options["direct_url"] = direct_url
     entered = threading.Event()
 
     @running.tasks.handler("SUSPECT", max_attempts=5)
@@ -189,8 +191,9 @@ def test_a_slow_task_is_told_of(running, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["leased", "transactional"])
 @pytest.mark.parametrize("kind", ["sync", "async"])
-def test_a_task_that_is_cancelled(running, kind, mode):
+def test_a_task_that_is_cancelled(running, direct_url, kind, mode):
     """The worker hears of it: a coroutine ends at once, a lane with a thread is written off."""
+    running.options["direct_url"] = direct_url
     running.options["concurrency"] = 1  # nobody else takes it meanwhile
     long = Long(lambda s, _t: _mark(s, 1), lambda s, _t: _mark(s, 2))
     long.register(running, kind, mode=mode, max_attempts=1)

@@ -63,9 +63,9 @@ def _asleep(running: Running) -> None:
     running.until(lambda: [] == running.rows(busy))
 
 
-@pytest.mark.direct
-def test_a_task_on_an_idle_system_starts_at_once(running: Running):
+def test_a_task_on_an_idle_system_starts_at_once(running: Running, direct_url):
     """The figure is the benchmark's; here it is enough that nobody waited for a poll."""
+    running.options["direct_url"] = direct_url
     with running:
         _asleep(running)
         for i in range(5):
@@ -76,10 +76,9 @@ def test_a_task_on_an_idle_system_starts_at_once(running: Running):
             running.until_idle()
 
 
-@pytest.mark.direct
-def test_kinds_that_take_turns(db_url):
+def test_kinds_that_take_turns(db_url, direct_url):
     """Neither kind of handler waits for a poll because the other one found something last."""
-    running = _recorder(db_url)
+    running = _recorder(db_url, direct_url=direct_url)
 
     @running.tasks.handler("B")
     async def awaited(session, params):
@@ -95,15 +94,14 @@ def test_kinds_that_take_turns(db_url):
             running.until_idle()
 
 
-@pytest.mark.direct
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_delayed_task_starts_at_its_time(db_url, monkeypatch, concurrency):
+def test_a_delayed_task_starts_at_its_time(db_url, direct_url, monkeypatch, concurrency):
     """Never early, nor late by a look of habit, also if no lane was asleep at the news of it.
 
     How late exactly is the benchmark's; here a look of habit is not due within a minute.
     """
     monkeypatch.setattr(wakeup, "GROWTH", 1000.0)
-    running = _recorder(db_url, concurrency=concurrency)
+    running = _recorder(db_url, direct_url=direct_url, concurrency=concurrency)
     with running:
         _asleep(running)
         running.execute(
@@ -162,9 +160,9 @@ def _transactions(running: Running) -> int:
 
 
 @contextmanager
-def _ear(running: Running) -> Iterator[Any]:
+def _ear(url: str) -> Iterator[Any]:
     """Listen as the worker does."""
-    engine = create_engine(running.url, isolation_level="AUTOCOMMIT")
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         oid = connection.execute(text("select 'task'::regclass::oid")).scalar_one()
         connection.execute(text(f"listen pgtask_{oid}"))
@@ -182,10 +180,9 @@ def _heard(connection: Any, seconds: float) -> int:
     return count
 
 
-@pytest.mark.direct
-def test_notify_is_sent_only_to_sleepers(db_url):
+def test_notify_is_sent_only_to_sleepers(db_url, direct_url, direct_db_url):
     """NOTIFY serialises all commits of a database, so a busy one must be spared."""
-    running = _recorder(db_url, concurrency=1)
+    running = _recorder(db_url, direct_url=direct_url, concurrency=1)
     started, release = threading.Event(), threading.Event()
 
     @running.tasks.handler("BUSY")
@@ -193,7 +190,7 @@ def test_notify_is_sent_only_to_sleepers(db_url):
         started.set()
         release.wait(20)
 
-    with _ear(running) as heard:
+    with _ear(direct_db_url) as heard:
         running.enqueue("A", {"i": 0})
         assert 0 == heard(0.2)
         with running:
@@ -239,10 +236,9 @@ def test_a_two_phase_enqueue_with_a_sleeper(db_url):
         running.until(lambda: running.rows("select 1 from began"))
 
 
-@pytest.mark.direct
-def test_a_listener_that_was_cut_off_listens_again(db_url):
+def test_a_listener_that_was_cut_off_listens_again(db_url, direct_url):
     """One connection less is no reason to alarm anybody, and wake-ups work as before."""
-    running = _recorder(db_url)
+    running = _recorder(db_url, direct_url=direct_url)
     with running:
         for i in range(3):
             _asleep(running)
@@ -253,11 +249,10 @@ def test_a_listener_that_was_cut_off_listens_again(db_url):
     assert [] == running.told("database.down", "listener.down", "worker.error")
 
 
-@pytest.mark.direct
-def test_a_listener_that_was_cut_off_while_handlers_run(db_url, caplog):
+def test_a_listener_that_was_cut_off_while_handlers_run(db_url, direct_url, caplog):
     """Not a line about it, from no library: it has nothing to do with what guards the handlers."""
     caplog.set_level(logging.WARNING)
-    running = _recorder(db_url, concurrency=3)
+    running = _recorder(db_url, direct_url=direct_url, concurrency=3)
     begun, end = threading.Semaphore(0), threading.Event()
     running.tasks.handler("WAIT")(lambda session, params: begun.release() or end.wait(20))
     clients = (
@@ -291,10 +286,9 @@ def _cut_listener_off(running: Running) -> None:
     assert 1 == len(terminated)
 
 
-@pytest.mark.direct
-def test_workers_without_a_listener_look_by_themselves(db_url):
+def test_workers_without_a_listener_look_by_themselves(db_url, direct_url):
     """When LISTEN cannot be had, it is told once, and tasks are found within a second or so."""
-    running = _recorder(db_url)
+    running = _recorder(db_url, direct_url=direct_url)
     name = running.url.database
     broken = "pg_try_advisory_lock_shared(int, int) returns bool language plpgsql"
     with running:
@@ -312,10 +306,9 @@ def test_workers_without_a_listener_look_by_themselves(db_url):
     assert [] == running.told("database.down")
 
 
-@pytest.mark.direct
-def test_no_wake_up_is_lost(db_url):
+def test_no_wake_up_is_lost(db_url, direct_url):
     """A thousand tasks, at random moments around falling asleep: each is found without a poll."""
-    running = _recorder(db_url, concurrency=2)
+    running = _recorder(db_url, direct_url=direct_url, concurrency=2)
     total, threads = 1000, 2
 
     def enqueue(part: int) -> None:
@@ -357,13 +350,12 @@ def _listener(url: str, rung: list[str]) -> Iterator[Listener]:
     engine.dispose()
 
 
-@pytest.mark.direct
-def test_notices_to_cancel(db_url):
+def test_notices_to_cancel(direct_db_url):
     """Who wants a task to be stopped says so where workers listen; all else means work."""
     rung: list[str] = []
     cancelled: list[int] = []
-    admin = create_engine(db_url, isolation_level="AUTOCOMMIT")
-    with _listener(db_url, rung) as listener, admin.connect() as connection:
+    admin = create_engine(direct_db_url, isolation_level="AUTOCOMMIT")
+    with _listener(direct_db_url, rung) as listener, admin.connect() as connection:
         listener.on_cancel = cancelled.append
         oid = connection.execute(text("select 'task'::regclass::oid")).scalar_one()
         send = text(f"select pg_notify('pgtask_{oid}', :payload)")
@@ -517,12 +509,11 @@ def test_a_look_gives_way_to_a_lane_that_was_woken(mixed):
     assert began + GIVE_WAY == listener._next_poll
 
 
-@pytest.mark.direct
-def test_a_notification_that_comes_with_the_answer_to_a_look(db_url):
+def test_a_notification_that_comes_with_the_answer_to_a_look(direct_db_url):
     """It is heard: nobody would look at the socket before something else arrives there."""
-    admin = create_engine(db_url, isolation_level="AUTOCOMMIT")
+    admin = create_engine(direct_db_url, isolation_level="AUTOCOMMIT")
     with (
-        _listener(db_url, []) as listener,
+        _listener(direct_db_url, []) as listener,
         listener.engine.connect() as connection,
         admin.connect() as other,
     ):

@@ -71,6 +71,7 @@ def test_a_statement_that_is_there_against_expectation(connection, fetch):
     assert [{"n": 0}] == fetch(0)
 
 
+@pytest.mark.direct  # through a pooler nothing is claimed ahead
 @pytest.mark.parametrize(("batch_size", "expected"), [(1, 2), (5, 2)])
 def test_what_is_sent_for_a_task_that_writes(db_url, monkeypatch, batch_size, expected):
     """COMMIT with the next claim and its savepoint, the row; in a batch savepoint and row.

@@ -276,7 +276,7 @@ def test_a_worker_in_a_thread_leaves_signals_alone(db_url):
     assert before == [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
 
 
-@pytest.mark.direct
+@pytest.mark.direct  # a pooler keeps its own connections open
 def test_nothing_is_left_of_a_worker(db_url):
     """After run() no thread of it is alive, and no connection of it is open."""
     before = set(threading.enumerate())  # of other tests, in whose nature it is to leave some

@@ -256,7 +256,9 @@ class Ground:
         if chain is not None:
             with self._heeding():
                 chain([*check, "COMMIT AND CHAIN"])
-        elif check:
+        elif check or POOLED in self._info:
+            # not by psycopg: a pooler first hands on why the server has ended the transaction, and
+            # then says something of its own; psycopg's commit() tells of neither
             self._execute("; ".join([*check, "COMMIT"]))
             self.begin()
 

@@ -335,12 +335,16 @@ def _prepare(engine: Engine, lock_timeout: float, attempts: int) -> None:
     """Build the indexes of 0003 beside the old ones, where there is a table at 0002.
 
     What waits here for locks and for older transactions holds nobody up. Another machine that
-    migrates, too, finds the lock taken, and goes on to wait for its turn.
+    migrates, too, finds the lock taken, and goes on to wait for its turn. Through a pooler the lock
+    and the settings would be left to whoever comes next; there the migration builds the indexes.
     """
     if current(engine) != "0002":
         return
     keys = {"class": LOCK_CLASS, "lock": MIGRATION_LOCK}
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        if _is_pooled(connection):
+            _log.info("through a pooler: writes to the task table wait for its new indexes")
+            return
         if not connection.scalar(text("select pg_try_advisory_lock(:class, :lock)"), keys):
             return
         try:
@@ -351,6 +355,13 @@ def _prepare(engine: Engine, lock_timeout: float, attempts: int) -> None:
         finally:
             connection.execute(text("select pg_advisory_unlock(:class, :lock)"), keys)
             connection.execute(text("reset lock_timeout"))
+
+
+def _is_pooled(connection: Connection) -> bool:
+    """Say whether a pooler lies between, which invents the process id that it tells."""
+    driver: Any = connection.connection.driver_connection
+    told = getattr(getattr(driver, "info", None), "backend_pid", None)  # psycopg, psycopg2
+    return told is not None and told != connection.scalar(text("select pg_backend_pid()"))
 
 
 def _try_to_prepare(connection: Connection, lock_timeout: float) -> bool:

@@ -7,6 +7,7 @@ in classes that are 10 % wide, from 0.1 ms up; the parent takes differences to s
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -78,7 +79,9 @@ def lateness(counted: Sequence[int], part: float, *, delayed: bool = False) -> f
 
 def enqueuer(url: str, rate: float, seconds: float, sent: Any) -> None:
     """Enqueue at a steady rate, some with each commit; if it falls behind, more with each."""
-    engine = create_engine(url)
+    # in the tests it may lead through a pooler
+    through = {"prepare_threshold": None} if os.environ.get("PGTASK_TEST_POOLER") else {}
+    engine = create_engine(url, connect_args=through)
     sessions = sessionmaker(engine, class_=TaskSession)
     start = time.monotonic()
     while (now := time.monotonic()) < start + seconds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from sqlalchemy import text
+from sqlalchemy import NullPool, create_engine, text
 
 from pgtask_sa.presence_table import LOCK_CLASS
 
@@ -40,7 +40,9 @@ def leave_behind(
 @contextmanager
 def alive(running: Running, worker_id: int = 1) -> Iterator[None]:
     """Hold the lock of a worker, as long as the block lasts."""
-    with running.admin.connect() as connection:
+    # a lock like that is a session's, which a connection through a pooler is not
+    engine = create_engine(running.options.get("direct_url") or running.url, poolclass=NullPool)
+    with engine.connect() as connection:
         key = {"class": LOCK_CLASS, "worker_id": worker_id}
         connection.execute(text("select pg_advisory_lock(:class, :worker_id)"), key)
         yield

@@ -23,9 +23,15 @@ class Fleet:
     """Starts workers with a registry, enqueues for them, looks at the tables."""
 
     def __init__(
-        self, url: str, *, create: bool = True, target: str = "process_tasks:tasks"
+        self,
+        url: str,
+        *,
+        create: bool = True,
+        target: str = "process_tasks:tasks",
+        direct_url: str | None = None,
     ) -> None:
         self.url = url
+        self.direct_url = direct_url
         self.target = target
         self.engine = create_engine(url, poolclass=NullPool)
         if create:
@@ -33,6 +39,8 @@ class Fleet:
 
     def worker(self, *args: str, url: str | None = None) -> WorkerProcess:
         """Return a worker process, to be used in a ``with`` statement."""
+        if self.direct_url:
+            args = ("--direct-url", self.direct_url, *args)
         return WorkerProcess(self.target, url or self.url, *args, pythonpath=[HERE], cwd=HERE)
 
     def enqueue(self, task_type: str, *params: dict[str, Any]) -> None:
