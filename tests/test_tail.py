@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from own_models import EnumJob
 from plans import Plan, explain
-from sqlalchemy import create_engine, text
+from sqlalchemy import NullPool, create_engine, text
 from tail_lanes import HELD, LATE, STEPS, Lanes
+from waiting import wait_until
 
 from pgtask_sa import since, tail
 from pgtask_sa.claim import fair_claim
@@ -394,6 +395,23 @@ def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:
         connection.execute(text("delete from task"))
         rows = connection.execute(tail_look(TASK), {**given, "others": []}).all()
     assert [(5, None, None)] == [tuple(row)[:3] for row in rows]
+
+
+def test_dead_rows_are_told(engine: Engine) -> None:
+    """A look tells how many there are, as soon as the server process that left them has said so."""
+    fill(engine, 50)
+    end = create_engine(engine.url, poolclass=NullPool)  # its processes tell it when they end
+    with end.begin() as connection:
+        connection.execute(text("alter table task set (autovacuum_enabled = off)"))
+        connection.execute(text("delete from task"))
+    given = {"levels": [], "types": [], "mine": [], "floor": 1, "since": 0.0, "others": []}
+
+    def dead() -> Any:
+        with end.connect() as connection:
+            (last,) = connection.execute(tail_look(TASK), given)
+            return last.dead == 50  # noqa: PLR2004
+
+    wait_until(dead)
 
 
 # -- looking for work ------------------------------------------------------------------------------

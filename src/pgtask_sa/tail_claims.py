@@ -123,8 +123,9 @@ def _newest(table: Table) -> ColumnElement[Any]:
 def dead_rows(table: Table) -> ColumnElement[Any]:
     """Return how many rows of the table and its partitions are dead, as the statistics have it."""
     parts = func.pg_partition_tree(regclass(table)).table_valued("relid", name="parts")
-    count = func.sum(func.pg_stat_get_dead_tuples(parts.c.relid))
-    return cast(select(count).select_from(parts).scalar_subquery(), BigInteger)
+    of_parts = select(func.sum(func.pg_stat_get_dead_tuples(parts.c.relid))).select_from(parts)
+    own = func.pg_stat_get_dead_tuples(regclass(table))  # which has no parts, mostly
+    return cast(func.coalesce(of_parts.scalar_subquery(), own), BigInteger)
 
 
 def _text(constant: str) -> ColumnElement[Any]:

@@ -42,5 +42,5 @@ FROM firsts
 WHERE firsts.kind = ANY (CAST(%(types)s::TEXT[] AS jobs.kind[])) AND firsts.run_at <= statement_timestamp()
 UNION ALL
 SELECT CAST(NULL AS INTEGER) AS anon_2, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
-FROM pg_partition_tree(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s)))) AS parts) AS BIGINT) AS anon_8
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST(coalesce((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
+FROM pg_partition_tree(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s)))) AS parts), pg_stat_get_dead_tuples(to_regclass(concat(quote_ident(%(quote_ident_3)s), %(concat_2)s::VARCHAR, quote_ident(%(quote_ident_4)s))))) AS BIGINT) AS coalesce_1

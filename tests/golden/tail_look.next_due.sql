@@ -24,11 +24,11 @@ UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('jobs.enum_job', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('jobs.enum_job', 'task_id') AS REGCLASS)) END, (SELECT max(jobs.enum_job.task_id) AS max_1
 FROM jobs.enum_job
 WHERE jobs.enum_job.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_5) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_6, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
-FROM pg_partition_tree(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s)))) AS parts) AS BIGINT) AS anon_8, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST(coalesce((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
+FROM pg_partition_tree(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s)))) AS parts), pg_stat_get_dead_tuples(to_regclass(concat(quote_ident(%(quote_ident_3)s), %(concat_2)s::VARCHAR, quote_ident(%(quote_ident_4)s))))) AS BIGINT) AS coalesce_2, CAST(EXTRACT(epoch
 FROM (SELECT min(later.run_at) AS min_1
-FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_10), (SELECT CAST(%(types)s::TEXT[] AS jobs.kind[]) AS anon_11)) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_9), (SELECT CAST(%(types)s::TEXT[] AS jobs.kind[]) AS anon_10)) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
 WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at > statement_timestamp() AND jobs.enum_job.run_at < 'infinity'
 ORDER BY jobs.enum_job.run_at
-LIMIT 1) AS later ON true) - statement_timestamp()) AS DOUBLE PRECISION) AS anon_9
+LIMIT 1) AS later ON true) - statement_timestamp()) AS DOUBLE PRECISION) AS anon_8

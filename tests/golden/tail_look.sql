@@ -24,5 +24,5 @@ UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('task', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('task', 'task_id') AS REGCLASS)) END, (SELECT max(task.task_id) AS max_1
 FROM task
 WHERE task.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_5) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_6, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
-FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
-FROM pg_partition_tree(to_regclass(quote_ident(%(quote_ident_1)s))) AS parts) AS BIGINT) AS anon_8
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST(coalesce((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
+FROM pg_partition_tree(to_regclass(quote_ident(%(quote_ident_1)s))) AS parts), pg_stat_get_dead_tuples(to_regclass(quote_ident(%(quote_ident_2)s)))) AS BIGINT) AS coalesce_2
