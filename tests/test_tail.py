@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import own_models
 import pytest
-from claiming import TASK, analyze, claimer, fill, ids, left, sweep, sweep_all
+from claiming import TASK, analyze, claimer, fill, ids, sweep, sweep_all
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from own_models import EnumJob
 from plans import Plan, explain
-from sqlalchemy import create_engine, text
+from sqlalchemy import NullPool, create_engine, text
+from tail_lanes import HELD, LATE, STEPS, Lanes
+from waiting import wait_until
 
-from pgtask_sa import tail
+from pgtask_sa import since, tail
 from pgtask_sa.claim import fair_claim
 from pgtask_sa.statements import peek
 from pgtask_sa.tail import LAG, Lookout, Tail
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from databases import Databases
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
 
 KINDS = ("A", "B", "C")
 
@@ -43,6 +46,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> list[float]:
     """Let every claim be slow, and every look; the next thorough look is put off for long."""
     monkeypatch.setattr(tail, "SLOW", -1.0)
     monkeypatch.setattr(tail, "QUICK", -1.0)
+    monkeypatch.setattr(tail, "FEW", -1)
     monkeypatch.setattr(tail, "PAUSE", 1000.0)
     return clock
 
@@ -58,8 +62,8 @@ def at_the_end(engine: Engine, clock: list[float], types: Any = ("A",), **option
                     break
             connection.rollback()
             clock[0] += LAG
-    assert chooser._tail is not None
-    assert chooser._tail.in_use
+    assert chooser._detours is not None
+    assert chooser._detours.tail.in_use
     return chooser
 
 
@@ -71,10 +75,13 @@ def look_again(clock: list[float]) -> None:
 # -- when ------------------------------------------------------------------------------------------
 
 
-def rows_of(*task_ids: int, newest: int | None) -> list[dict[str, Any]]:
+def rows_of(
+    *task_ids: int, newest: int | None, now: float = 0.0, dead: int | None = 100_000
+) -> list[dict[str, Any]]:
     """Return what a look finds."""
-    found: list[dict[str, Any]] = [{"task_id": n, "level": 0, "kind": "A"} for n in task_ids]
-    return [*found, {"task_id": newest, "level": None, "kind": None}]
+    row = {"level": 0, "kind": "A", "due": None}
+    found: list[dict[str, Any]] = [{**row, "task_id": n} for n in task_ids]
+    return [*found, {"task_id": newest, "level": None, "kind": None, "due": now, "dead": dead}]
 
 
 def looked(end: Tail, clock: list[float], rows: list[dict[str, Any]], took: float = 0.01) -> Any:
@@ -90,14 +97,14 @@ def test_slow_claims_lead_to_the_end(clock: list[float]) -> None:
     end, found = Tail(TASK), []
     for _ in range(5):
         end.timed(0.02)
-    for _ in range(2):
+    for newest in (90, 95):
         found.append((end.must_look(), end.in_use))
-        assert tail.FIRST == looked(end, clock, rows_of(7, newest=90))["floor"]
+        assert tail.FIRST == looked(end, clock, rows_of(7, newest=newest))["floor"]
         found.append((end.must_look(), end.in_use))
         clock[0] += LAG
     assert [(True, False), (False, False), (True, False), (False, True)] == found
     _, given = end.claim([(0, "A")], ["A"], new_first=True)
-    assert (90, [7]) == (given["floor"], given["others"])
+    assert (95, [7]) == (given["floor"], given["others"])  # what is newer than the last look
 
 
 def test_one_slow_claim_is_not_enough(clock: list[float]) -> None:
@@ -126,19 +133,38 @@ def test_claims_that_are_quick_again_need_no_end(clock: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "took"), [(MOST_WAITING, 0.1), (3, 0.0005)], ids=["many wait", "few are dead"]
+    ("count", "took", "dead"),
+    [(MOST_WAITING, 0.1, None), (3, 0.0005, None), (3, 0.1, 1_000)],
+    ids=["many wait", "the look is quick", "few are dead"],
 )
-def test_a_look_leads_back_to_the_lottery(slow: list[float], count: int, took: float) -> None:
-    """Where many tasks wait, or where a thorough look is quick, the lottery is as good."""
+def test_a_look_leads_back_to_the_lottery(
+    slow: list[float], count: int, took: float, dead: int | None
+) -> None:
+    """Where many tasks wait, or where dead rows are not the cause, the lottery is as good."""
     end = Tail(TASK)
     for _ in range(2):
         looked(end, slow, rows_of(newest=90))
         slow[0] += LAG
     assert end.in_use
-    tail.QUICK = 0.001
+    tail.QUICK, tail.FEW = 0.001, 2_000
     slow[0] += 5000
-    looked(end, slow, rows_of(*range(count), newest=90), took)
+    looked(end, slow, rows_of(*range(count), newest=90, dead=dead), took)
     assert not end.in_use
+
+
+@pytest.mark.parametrize(("claims_take", "seconds"), [(0.02, 2.5), (0.0005, 10.0)])
+def test_when_a_crowd_may_be_gone(clock: list[float], claims_take: float, seconds: float) -> None:
+    """A lane that knows of dead rows looks now and then, and sooner if claims are slow again."""
+    end = Tail(TASK)
+    end.is_wanted = True
+    looked(end, clock, rows_of(*range(MOST_WAITING), newest=2000), 0.05)
+    for _ in range(10):
+        end.timed(claims_take)
+    found = []
+    for wait in (seconds - 0.1, 0.2):
+        clock[0] += wait
+        found.append(end.must_look())
+    assert [False, True] == found
 
 
 def test_thorough_looks_take_a_fiftieth_of_all_time(
@@ -159,7 +185,7 @@ def test_thorough_looks_take_a_fiftieth_of_all_time(
 def test_lanes_by_key_stay_as_they_are() -> None:
     """Turns by a key, and orders that a statement makes by itself, know no end."""
     key = claimer(table=own_models.PlainJob.__table__, fair_by="tenant")
-    assert [None, None] == [chooser._tail for chooser in (key, claimer(order="random"))]
+    assert [None, None] == [chooser._detours for chooser in (key, claimer(order="random"))]
 
 
 # -- what is claimed -------------------------------------------------------------------------------
@@ -268,15 +294,57 @@ def test_a_task_that_falls_due_below_the_floor(engine: Engine, slow: list[float]
         assert [1] == ids(sweep(connection, chooser))
 
 
-def test_a_task_that_fell_due_while_nobody_looked(engine: Engine, slow: list[float]) -> None:
-    """After a long pause the window reaches back to the last look."""
-    fill(engine, 1, run_at="now() + interval '1 day'")
+def test_a_task_that_fell_due_while_nobody_looked(slow: list[float]) -> None:
+    """However long ago the last look was, its time is where the next claim and look begin."""
+    end = Tail(TASK)
+    for now in (5000.0, 5001.0):
+        looked(end, slow, rows_of(newest=int(now) + 90, now=now))
+        slow[0] += LAG
+    slow[0] += 5  # and no thorough look is due
+    _, claim = end.claim([(0, "A")], ["A"], new_first=True)
+    look = looked(end, slow, rows_of(newest=90, now=5007.0))
+    assert [5001.0 - LAG] * 2 == [claim["since"], look["since"]]
+    assert [5091, 5090] == [claim["floor"], look["floor"]]  # what was committed late is looked for
+    assert 5007.0 - LAG == looked(end, slow, rows_of(newest=90))["since"]
+
+
+def test_a_commit_a_moment_later_is_found_by_the_next_look(
+    engine: Engine, slow: list[float]
+) -> None:
+    """A task that got its number before a look and is committed after it is above the floor."""
     chooser = at_the_end(engine, slow)
-    with engine.begin() as other:
-        other.execute(text("update task set run_at = now() - interval '5 minutes'"))
-    slow[0] += 300
-    with engine.connect() as connection:
+    with engine.connect() as late, engine.connect() as connection:
+        fill(late, 1)
+        fill(engine, 1)
+        assert [[2], []] == [ids(sweep(connection, chooser)) for _ in range(2)]  # then it looks
+        late.commit()
+        fill(engine, 1)
+        assert [[3], []] == [ids(sweep(connection, chooser)) for _ in range(2)]
         assert [1] == ids(sweep(connection, chooser))
+
+
+def test_a_crowd_leads_to_the_lottery_with_a_bound_and_back(
+    engine: Engine, slow: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While many wait they are claimed by lottery; when they are done, at the end again."""
+    monkeypatch.setattr(since, "QUICK", -1.0)
+    chooser = at_the_end(engine, slow, "AB", batch_size=500)
+    ways = chooser._detours
+    assert ways is not None
+    fill(engine, 2 * MOST_WAITING, "A")
+    fill(engine, 200, "B", run_at="now()")
+    found: Counter[str] = Counter()
+    with engine.connect() as connection:
+        for _ in range(7):
+            found.update(row.task_type for row in sweep(connection, chooser))
+            slow[0] += SURVEY_INTERVAL
+        assert (False, True) == (ways.tail.in_use, ways.since.on)
+        assert {"A": 2 * MOST_WAITING, "B": 200} == found
+        connection.commit()
+        for _ in range(2):
+            slow[0] += tail.PAUSE
+            sweep(connection, chooser)
+    assert ways.tail.in_use
 
 
 def test_a_late_commit_waits_for_a_thorough_look(engine: Engine, slow: list[float]) -> None:
@@ -312,20 +380,38 @@ def test_a_role_that_may_not_read_the_sequence(engine: Engine, slow: list[float]
         connection.execute(text("create role plain"))
         connection.execute(text("grant select, delete, update on task to plain"))
         connection.execute(text("set local role plain"))
-        given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
+        given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "since": 0.0}
         rows = connection.execute(tail_look(TASK), {**given, "others": [1]}).all()
         connection.rollback()
-    assert {(n, 0, "A") for n in range(1, 6)} | {(5, None, None)} == set(map(tuple, rows))
+    expected = {(n, 0, "A") for n in range(1, 6)} | {(5, None, None)}
+    assert expected == {tuple(row)[:3] for row in rows}
 
 
 def test_the_last_number_is_that_of_the_sequence(engine: Engine) -> None:
     """Also if no task is left that has it."""
     fill(engine, 5)
-    given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "seconds": 1.0}
+    given = {"levels": [0], "types": ["A"], "mine": ["A"], "floor": 2, "since": 0.0}
     with engine.begin() as connection:
         connection.execute(text("delete from task"))
         rows = connection.execute(tail_look(TASK), {**given, "others": []}).all()
-    assert [(5, None, None)] == list(map(tuple, rows))
+    assert [(5, None, None)] == [tuple(row)[:3] for row in rows]
+
+
+def test_dead_rows_are_told(engine: Engine) -> None:
+    """A look tells how many there are, as soon as the server process that left them has said so."""
+    fill(engine, 50)
+    end = create_engine(engine.url, poolclass=NullPool)  # its processes tell it when they end
+    with end.begin() as connection:
+        connection.execute(text("alter table task set (autovacuum_enabled = off)"))
+        connection.execute(text("delete from task"))
+    given = {"levels": [], "types": [], "mine": [], "floor": 1, "since": 0.0, "others": []}
+
+    def dead() -> Any:
+        with end.connect() as connection:
+            (last,) = connection.execute(tail_look(TASK), given)
+            return last.dead == 50  # noqa: PLR2004
+
+    wait_until(dead)
 
 
 # -- looking for work ------------------------------------------------------------------------------
@@ -360,84 +446,6 @@ def test_a_lookout_finds_what_a_peek_finds(engine: Engine, slow: list[float]) ->
 
 # -- nothing is skipped for ever -------------------------------------------------------------------
 
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), st.integers(1, 3), st.sampled_from(["null", "now()"])),
-        st.tuples(st.just("add later"), st.integers(0, 1), st.just("")),
-        st.tuples(st.just("claim"), st.integers(0, 2), st.just("")),
-        st.tuples(st.sampled_from(["commit", "rollback"]), st.integers(0, 2), st.just("")),
-        st.tuples(st.just("wait"), st.sampled_from([0.01, 0.6, 1.5]), st.just("")),
-    ),
-    min_size=8,
-    max_size=40,
-)
-WAITS: list[Any] = [("wait", 1.5, "")] * 4  # until floors have risen
-LATE: list[Any] = [("add later", 0, ""), ("add", 1, "null"), *WAITS]
-HELD: list[Any] = [("add", 3, "null"), ("claim", 0, ""), ("add", 1, "null"), *WAITS]
-
-
-class Lanes:
-    """Three lanes, and two transactions that enqueue and take long over it."""
-
-    def __init__(self, engine: Engine, clock: list[float], batch_size: int) -> None:
-        self.engine, self.clock = engine, clock
-        choosers = [at_the_end(engine, clock, "AB", batch_size=batch_size) for _ in range(3)]
-        self.lanes = [(engine.connect(), chooser) for chooser in choosers]
-        self.late: list[Connection | None] = [None, None]
-        self.held: dict[int, list[int]] = {n: [] for n in range(3)}
-        self.done: list[int] = []
-
-    def step(self, what: str, number: Any, run_at: str) -> None:
-        """Do one thing."""
-        if what == "add":
-            fill(self.engine, number, "AB"[number % 2], run_at=run_at)
-        elif what == "add later":
-            self._late(number)
-        elif what == "wait":
-            self.clock[0] += number
-            for lane in range(3):  # each looks, and its floor rises
-                self.step("claim", lane, "")
-        elif what == "claim":
-            connection, chooser = self.lanes[number]
-            self.held[number] += ids(sweep(connection, chooser))
-        else:
-            self.end(number, commit=what == "commit")
-
-    def _late(self, number: int) -> None:
-        connection = self.late[number]
-        if connection is None:
-            connection = self.late[number] = self.engine.connect()
-            fill(connection, 1, "A")
-        else:
-            connection.commit()
-            connection.close()
-            self.late[number] = None
-
-    def end(self, number: int, *, commit: bool) -> None:
-        """End what a lane has claimed."""
-        connection, _ = self.lanes[number]
-        connection.commit() if commit else connection.rollback()
-        self.done += self.held[number] if commit else []
-        self.held[number] = []
-
-    def finish(self) -> None:
-        """Let the third lane claim all that is left; the others have died."""
-        for number, connection in enumerate(self.late):
-            if connection is not None:
-                self._late(number)
-        for number in range(3):
-            self.end(number, commit=False)
-        for _ in range(100):
-            self.step("claim", 2, "")
-            if not self.held[2]:
-                self.clock[0] += tail.PAUSE
-                self.step("claim", 2, "")
-            if not self.held[2]:
-                break
-            self.end(2, commit=True)
-        for connection, _ in self.lanes:
-            connection.close()
-
 
 @settings(
     max_examples=60,
@@ -453,14 +461,8 @@ def test_nothing_is_skipped_for_ever(
     """Late commits, rollbacks, rising floors: a thorough look finds what they leave behind."""
     with engine.begin() as connection:
         connection.execute(text("truncate task restart identity"))
-    lanes = Lanes(engine, slow, batch_size)
-    for step in steps:
-        lanes.step(*step)
-    lanes.finish()
-    assert 0 == left(engine)
-    with engine.connect() as connection:
-        last = connection.scalar(text("select last_value * is_called::int from task_task_id_seq"))
-    assert list(range(1, last + 1)) == sorted(lanes.done)
+    choosers = [at_the_end(engine, slow, "AB", batch_size=batch_size) for _ in range(3)]
+    Lanes(engine, slow, choosers).check(steps)
 
 
 # -- what it costs ---------------------------------------------------------------------------------
@@ -496,7 +498,7 @@ END: dict[str, Any] = {
     "types": ["A", "B"],
     "mine": ["A", "B"],
     "floor": DEAD - 500,
-    "seconds": 1.5,
+    "since": time.time() - 1.5,  # the server is on this machine
     "others": [],
 }
 

@@ -53,10 +53,11 @@ It carries one thing more: whether ``xmax`` of a row was set before we locked it
 transaction had locked or deleted the row, and came to nothing: perhaps its worker died. See
 `presence`.
 
-There is one thing that the lottery cannot stand: a queue that is all but empty while somebody's
-snapshot keeps all that is done from being cleaned up. The indexes are full of dead entries then,
-and (3) and (5) walk over them until they find one that lives. Lanes that meet with that claim from
-the end of the primary key instead. See `tail`.
+There is one thing that this cannot stand: somebody's snapshot that keeps all that is done from
+being cleaned up. The indexes are full of dead entries then, and (3) and (5) walk over them until
+they find one that lives: (3) for long if few tasks wait, (5) always, since the oldest come first.
+Lanes that meet with the one claim from the end of the primary key instead (`tail`); those that meet
+with the other know since when there may be tasks that fell due (`since`).
 
 The two literal orders, ``random`` and ``tablesample``, are the same statement around
 ``order by priority, random()``, with an optional CASE between. They are simple and exact, and they
@@ -74,6 +75,7 @@ from sqlalchemy import (
     Boolean,
     ColumnElement,
     DateTime,
+    Double,
     Executable,
     FromClause,
     Function,
@@ -87,6 +89,7 @@ from sqlalchemy import (
     cast,
     column,
     delete,
+    extract,
     func,
     literal_column,
     or_,
@@ -163,17 +166,19 @@ def fair_claim(
     *,
     due_first: bool,
     more: Sequence[ColumnElement[Any]] = (),
+    bounded: bool = False,
     now: Now | None = None,
 ) -> Executable:
     """Claim by lottery, starting at ``:pivot``, in turns.
 
     The turns are pairs of a priority and a type, in the order of ``:levels`` and ``:types``, which
-    are of the same length. ``more`` is returned as well.
+    are of the same length. ``more`` is returned as well. If it is ``bounded``, planned tasks are
+    taken only if they fell due after ``:since`` (float, seconds after 1970).
     """
-    turns = _turns(table)
+    turns, moment = _turns(table), server_now() if now is None else now
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
-    planned = [due(table, mine, limit, server_now() if now is None else now)]
+    planned = [due(table, mine, limit, moment, since() if bounded else LONG_AGO)]
     branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
     wrapped = [select(b.correlate(turns).subquery()) for b in branches]
@@ -291,11 +296,23 @@ def _lottery(table: Table, mine: Sequence[ColumnElement[bool]], limit: int) -> l
     ]
 
 
-def due(table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now) -> Select[Any]:
+def since() -> Now:
+    """Return the moment ``:since`` (float, seconds after 1970, or infinite)."""
+    return func.to_timestamp(cast(bindparam("since"), Double))
+
+
+def epoch(moment: Now) -> ColumnElement[Any]:
+    """Return a moment as seconds after 1970 (float)."""
+    return cast(extract("epoch", moment), Double)
+
+
+def due(
+    table: Table, mine: Sequence[ColumnElement[bool]], limit: int, now: Now, start: Now = LONG_AGO
+) -> Select[Any]:
     """Lock tasks whose time has come, the longest due first; ``mine`` says of which pair."""
     return (
         select(table.c.task_id, IS_TOUCHED)
-        .where(*mine, table.c.run_at.between(LONG_AGO, now))
+        .where(*mine, table.c.run_at.between(start, now))
         .order_by(table.c.run_at)
         .limit(integer(limit))
         .with_for_update(skip_locked=True)

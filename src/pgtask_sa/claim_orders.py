@@ -161,17 +161,27 @@ class ByType:
 
     def __init__(self, table: Table, options: ClaimOptions, chance: random.Random) -> None:
         more = key_columns(table, options.fair_by) if options.fair_by else ()
-        limit, self.chance = options.batch_size, chance
-        self.claims = [fair_claim(table, limit, due_first=d, more=more) for d in (False, True)]
+        limit = self.limit = options.batch_size
+        self.chance = chance
+        self.claims, self.bounded = (
+            [fair_claim(table, limit, due_first=d, more=more, bounded=b) for d in (False, True)]
+            for b in (False, True)
+        )
 
     def claim(self, asked: Sequence[Pair], _types: Sequence[str]) -> tuple[Ask, Sequence[Pair]]:
         """Ask for all the pairs, in their order."""
-        parameters = {
+        return (self.chance.choice(self.claims), self._given(asked)), asked
+
+    def claim_since(self, moment: float, asked: Sequence[Pair]) -> Ask:
+        """Ask for all the pairs, in their order; for planned tasks from a moment on."""
+        return self.chance.choice(self.bounded), {**self._given(asked), "since": moment}
+
+    def _given(self, asked: Sequence[Pair]) -> dict[str, Any]:
+        return {
             "levels": [level for level, _ in asked],
             "types": [kind for _, kind in asked],
             "pivot": self.chance.random(),
         }
-        return (self.chance.choice(self.claims), parameters), asked
 
     @staticmethod
     def in_order(

@@ -6,6 +6,7 @@ fast. A row is updated where it was last, without a walk through the index.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,10 +16,13 @@ from sqlalchemy import Table
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
 from pgtask_sa.pipeline import Command, Message, checked
+from pgtask_sa.presence_table import NOTES_PER_NUMBER, NUMBERS
 from pgtask_sa.settle import Claimed
 from pgtask_sa.wire import Wired
 
 Landed: TypeAlias = Callable[["list[bool]"], object]
+
+MOST_NUMBERS = 2**14  # of one lane; then the first one is so old that it is new again
 
 
 class Note:
@@ -36,7 +40,7 @@ class Note:
         first = batch[0].values if batch else {}
         self.values: dict[str, Any] = {
             "worker_id": worker_id,
-            "lane": lane,
+            "which": lane,
             "task_ids": [claimed.task_id for claimed in batch],
             "row_versions": [claimed.values[ROW_VERSION] for claimed in batch],
             "backend_pid": first.get(BACKEND_PID),
@@ -68,6 +72,7 @@ class Notes:
     def __init__(self, task: Table) -> None:
         self.flying: set[int] = set()
         self.places: dict[int, str] = {}
+        self._written: Counter[int] = Counter()  # notes of each lane
         self._by_number = Wired(statements.note_claim(task))
         self._in_place = Wired(statements.note_in_place(task))
         self._flight: Flight | None = None
@@ -88,14 +93,16 @@ class Notes:
             psycopg.Error: it could not be committed.
         """
         if note.lane in self.places:
-            given = {**note.values, "place": self.places[note.lane]}
-            if self._learn(note, self._execute(pgconn, self._in_place, given)):
+            given = self._given(note)
+            if self._learn(note, checked(pgconn.exec_prepared(self._in_place.name, given))):
                 return True
-        return self._learn(note, self._execute(pgconn, self._by_number, note.values))
+        given = self._by_number.parameters({**note.values, **self._number(note)})
+        return self._learn(note, checked(pgconn.exec_prepared(self._by_number.name, given)))
 
-    @staticmethod
-    def _execute(pgconn: Any, wired: Wired, values: dict[str, Any]) -> Any:
-        return checked(pgconn.exec_prepared(wired.name, wired.parameters(values)))
+    def enlisted(self) -> None:
+        """Forget where rows are: they have been written anew, with their first numbers."""
+        self.places.clear()
+        self._written.clear()
 
     def can_send(self, notes: Sequence[Note]) -> bool:
         """Say whether nothing is under way, and it is known where the rows are."""
@@ -133,13 +140,19 @@ class Notes:
         return [self._learn(*each) for each in zip(flight.notes, answers.results, strict=True)]
 
     def _given(self, note: Note) -> list[bytes | None]:
-        return self._in_place.parameters({**note.values, "place": self.places[note.lane]})
+        place = {"place": self.places[note.lane]}
+        return self._in_place.parameters({**note.values, **self._number(note), **place})
+
+    def _number(self, note: Note) -> dict[str, int]:
+        times = self._written[note.lane] // NOTES_PER_NUMBER
+        return {"number": note.lane + NUMBERS * (times % MOST_NUMBERS)}
 
     def _learn(self, note: Note, result: Any) -> bool:
         """Take in where a row is now; False if there was none."""
         if not result.ntuples:
             return False
         self.places[note.lane] = result.get_value(0, 0).decode()
+        self._written[note.lane] += 1
         if note.is_empty:
             self.flying.discard(note.lane)
         else:

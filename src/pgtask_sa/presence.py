@@ -231,7 +231,8 @@ class Presence:
         self._write_lanes(connection, range(1, self._lanes + 1))
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
-        self._notes.places.clear()
+        connection.execute(statements.renumber(self.task), {"me": self.worker_id})
+        self._notes.enlisted()
         me = {"worker_id": self.worker_id, "host": socket.gethostname(), "pid": os.getpid()}
         rows = [{**me, "lane": lane, "is_direct": self._is_direct} for lane in lanes]
         if rows:

@@ -32,7 +32,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.types import UserDefinedType
 
-from pgtask_sa.presence_table import LOCK_CLASS, worker_table
+from pgtask_sa.presence_table import LOCK_CLASS, NUMBERS, worker_table
 from pgtask_sa.rows import quoted
 
 # Without a lock to look at: so long after its last word a worker is taken for dead.
@@ -72,10 +72,20 @@ def enlist(task: Table) -> Insert:
     )
 
 
-def note_claim(task: Table) -> Update:
-    """Note what a lane has claimed, and return the place of its row; no row if it is not enlisted.
+def _lane(table: Table) -> ColumnElement[Any]:
+    return func.mod(table.c.lane, literal_column(str(NUMBERS), Integer))
 
-    It must be committed before a handler begins.
+
+def renumber(task: Table) -> Update:
+    """Give the rows of ``:me`` their first numbers again."""
+    table = worker_table(task)
+    return update(table).where(table.c.worker_id == ME).values(lane=_lane(table))
+
+
+def note_claim(task: Table) -> Update:
+    """Note what a lane, ``:which``, has claimed, and return where its row is; none if not enlisted.
+
+    The row has ``:number`` from then on. It must be committed before a handler begins.
     """
     return _note(task).returning(_place(worker_table(task)))
 
@@ -105,13 +115,14 @@ def _place(table: Table) -> ColumnElement[Any]:
 def _note(task: Table) -> Update:
     table = worker_table(task)
     noted = update(table).values(
+        lane=bindparam("number", type_=Integer),
         task_ids=TASK_IDS,
         row_versions=ROW_VERSIONS,
         backend_pid=bindparam("backend_pid"),
         begun_at=bindparam("begun_at"),
         seen_at=_clock(),
     )
-    mine = and_(table.c.worker_id == MINE, table.c.lane == bindparam("lane", type_=Integer))
+    mine = and_(table.c.worker_id == MINE, _lane(table) == bindparam("which", type_=Integer))
     return noted.where(mine)
 
 
@@ -126,7 +137,7 @@ def disown(task: Table) -> Update:
     table = worker_table(task)
     nobody = {"worker_id": bindparam("nobody"), "lane": -table.c.lane}
     start = {"task_ids": TASK_IDS, "row_versions": ROW_VERSIONS}
-    mine = (table.c.worker_id == ME, table.c.lane == bindparam("own_lane", type_=Integer))
+    mine = (table.c.worker_id == ME, _lane(table) == bindparam("own_lane", type_=Integer))
     named = table.c.task_ids.contains(TASK_IDS)
     return update(table).where(*mine, named).values(nobody | start).returning(table.c.lane)
 

@@ -10,6 +10,7 @@ was running when that process is dead. There is one row for each lane of each pr
   beginning: the two together name that transaction and no other.
 * ``is_direct``     the process holds an advisory lock on its ``worker_id`` as long as it lives. Not
   so through a pooler, where nobody can hold one; there ``seen_at`` must do, and nothing is noted.
+* ``lane``          the number of the lane, and now and then `NUMBERS` more, see there.
 * ``server_started_at``  when the server was started that it is connected to. Claims do not survive
   a restart of the server, and nobody is to blame for that.
 """
@@ -38,6 +39,12 @@ from pgtask_sa import triggers
 
 # The first half of the two-integer advisory lock keys of workers; the second is their number.
 LOCK_CLASS = triggers.LOCK_CLASS + 1
+
+# While somebody holds a snapshot, each version of a row that finds no room on its page makes an
+# entry in the index of the key, and is compared with all dead ones of the same key: more with every
+# note. So a lane's row takes another number now and then, which says the same.
+NUMBERS = 2**16
+NOTES_PER_NUMBER = 500
 
 WORKER_STORAGE: Mapping[str, Any] = {
     "fillfactor": 20,  # room for the next versions of a row on its own page

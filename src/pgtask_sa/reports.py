@@ -12,6 +12,7 @@ from sqlalchemy import (
     ColumnElement,
     DateTime,
     Double,
+    Integer,
     Select,
     Table,
     Text,
@@ -32,7 +33,7 @@ from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY, OID
 
 from pgtask_sa.mapping import TASK_COLUMNS
-from pgtask_sa.presence_table import LOCK_CLASS
+from pgtask_sa.presence_table import LOCK_CLASS, NUMBERS
 from pgtask_sa.rows import quoted
 from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
 
@@ -218,8 +219,9 @@ def lanes(workers: Table, now: Now | None = None) -> Select[Any]:
     recent = c.seen_at > moment - literal_column(f"interval '{ABSENT} seconds'")
     alive = case((c.is_direct, _holds_lock(c.worker_id)), else_=recent)
     begun = cast(c.begun_at, Text).label("begun")
-    columns = [column for column in c if column.name != "server_started_at"]
-    return select(*columns, begun, alive.label("alive")).order_by(c.worker_id, c.lane)
+    columns = [column for column in c if column.name not in ("lane", "server_started_at")]
+    lane = func.mod(c.lane, literal_column(str(NUMBERS), Integer)).label("lane")
+    return select(lane, *columns, begun, alive.label("alive")).order_by(c.worker_id, lane)
 
 
 def _holds_lock(worker_id: ColumnElement[Any]) -> ColumnElement[bool]:

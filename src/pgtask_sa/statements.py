@@ -83,7 +83,7 @@ def stored_names(table: Table) -> Select[Any]:
     attribute = sql_table("pg_attribute", *map(column, CATALOG), schema="pg_catalog")
     c = attribute.c
     stored = (c.attnum > 0, ~c.attisdropped, c.attgenerated == literal_column("''"))
-    mine = c.attrelid == _regclass(table)
+    mine = c.attrelid == regclass(table)
     return select(cast(c.attname, Text)).where(mine, *stored).order_by(c.attnum)
 
 
@@ -249,10 +249,10 @@ def survey(table: Table, now: Now | None = None) -> Select[Any]:
     """
     ready, planned = _both(table)
     moment = server_now() if now is None else now
-    due = _next_planned(table, planned, table.c.run_at.between(LONG_AGO, moment)).lateral("due")
+    due = next_planned(table, planned, table.c.run_at.between(LONG_AGO, moment)).lateral("due")
     return union_all(
-        _listed(ready).where(_asked_for(table, ready)),
-        _listed(planned).join(due, true()).where(_asked_for(table, planned)),
+        listed(ready).where(asked_for(table, ready)),
+        listed(planned).join(due, true()).where(asked_for(table, planned)),
     )  # type: ignore[return-value]
 
 
@@ -265,10 +265,10 @@ def peek(table: Table, now: Now | None = None) -> Select[Any]:
     moment, c = server_now() if now is None else now, table.c
     ready, planned = _both(table)
     past, future = c.run_at.between(LONG_AGO, moment), (c.run_at > moment) & (c.run_at < NEVER)
-    due = _next_planned(table, planned, past).lateral("due")
-    later = _next_planned(table, planned, future).lateral("later")
-    any_ready = exists(select(ONE).where(_asked_for(table, ready)))
-    is_planned = _asked_for(table, planned)
+    due = next_planned(table, planned, past).lateral("due")
+    later = next_planned(table, planned, future).lateral("later")
+    any_ready = exists(select(ONE).where(asked_for(table, ready)))
+    is_planned = asked_for(table, planned)
     found: Select[Any] = select(ONE).select_from(planned.join(due, true())).where(is_planned)
     next_due = select(func.min(later.c.run_at)).select_from(planned.join(later, true()))
     seconds = extract("epoch", next_due.where(is_planned).scalar_subquery() - moment)
@@ -278,7 +278,7 @@ def peek(table: Table, now: Now | None = None) -> Select[Any]:
 
 def waiting_kinds(table: Table) -> Select[Any]:
     """List the distinct task types in the table by hopping through the indexes."""
-    kinds = union_all(*map(_listed, _both(table))).subquery("kinds")
+    kinds = union_all(*map(listed, _both(table))).subquery("kinds")
     return select(kinds.c.kind).distinct().order_by(kinds.c.kind)
 
 
@@ -286,9 +286,14 @@ def _both(table: Table) -> tuple[CTE, CTE]:
     """Return the pairs of priority and type of the ready tasks, and those of the planned ones."""
     run_at = table.c.run_at
     return (
-        _hop(table, "ready_pairs", run_at.is_(None), "level", "kind"),
-        _hop(table, "planned_pairs", run_at.is_not(None), "level", "kind"),
+        distinct_pairs(table, "ready_pairs", run_at.is_(None)),
+        distinct_pairs(table, "planned_pairs", run_at.is_not(None)),
     )
+
+
+def distinct_pairs(table: Table, name: str, part: ColumnElement[bool]) -> CTE:
+    """List the pairs of priority and type, ``level`` and ``kind``, of one part of the tasks."""
+    return _hop(table, name, part, "level", "kind")
 
 
 def _hop(table: Table, name: str, part: ColumnElement[bool], *names: str) -> CTE:
@@ -304,16 +309,18 @@ def _hop(table: Table, name: str, part: ColumnElement[bool], *names: str) -> CTE
     return hops.union_all(select(*larger.c).select_from(hops.join(larger, true())))
 
 
-def _listed(pairs: CTE) -> Select[Any]:
+def listed(pairs: CTE) -> Select[Any]:
+    """Return pairs, their kind as text."""
     return select(pairs.c.level, cast(pairs.c.kind, Text).label("kind")).select_from(pairs)
 
 
-def _asked_for(table: Table, pairs: CTE) -> ColumnElement[bool]:
+def asked_for(table: Table, pairs: CTE) -> ColumnElement[bool]:
+    """Say whether a pair is of ``:types``."""
     types = cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
     return pairs.c.kind == any_(types)
 
 
-def _next_planned(table: Table, pairs: CTE, when: ColumnElement[bool]) -> Select[Any]:
+def next_planned(table: Table, pairs: Any, when: ColumnElement[bool]) -> Select[Any]:
     """Look for the first task of each pair, by time.
 
     Asked for an order, though any row might do: without it a planner that takes all rows for one
@@ -354,10 +361,11 @@ def enum_labels(table: Table) -> Select[Any]:
 
 def table_oid(table: Table) -> Select[Any]:
     """Look up the number that the wake-up trigger uses for the table's lock and channel."""
-    return select(cast(cast(_regclass(table), OID), BigInteger))
+    return select(cast(cast(regclass(table), OID), BigInteger))
 
 
-def _regclass(table: Table) -> ColumnElement[Any]:
+def regclass(table: Table) -> ColumnElement[Any]:
+    """Look the table up in the catalog; null if it is not there."""
     name = func.quote_ident(table.name)
     if table.schema:
         name = func.concat(func.quote_ident(table.schema), ".", name)
@@ -395,6 +403,6 @@ def announce_cancel(table: Table) -> Select[Any]:
 
     The listeners hear it at commit; the payload is ``cancel`` and the number.
     """
-    channel = func.concat(literal_column("'pgtask_'"), cast(_regclass(table), OID))
+    channel = func.concat(literal_column("'pgtask_'"), cast(regclass(table), OID))
     payload = func.concat(literal_column("'cancel '"), bindparam("task_id", type_=BigInteger))
     return select(func.pg_notify(channel, payload))

@@ -2,8 +2,8 @@
 
 What all statements here begin with, as ``waiting``, are three kinds of tasks:
 
-* those with numbers from ``:floor`` on, and not more than `MOST_WAITING` of them;
-* of the given pairs, those that fell due within the last ``:seconds``;
+* those with numbers from ``:floor`` on, and not more than a few hundred of them;
+* of the given pairs, those that fell due after ``:since`` (float, seconds after 1970);
 * certain ones, ``:others``.
 """
 
@@ -38,11 +38,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY, REGCLASS
 
-from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, integer, server_now, take
+from pgtask_sa.claim import IS_TOUCHED, LONG_AGO, Now, epoch, integer, server_now, since, take
 from pgtask_sa.rows import quoted, quoted_name
+from pgtask_sa.statements import regclass
 
-MOST_WAITING = 200
-SECOND: ColumnElement[Any] = literal_column("interval '1 second'")
+MOST_NEW = 200  # tasks above its floor that a claim reads
+MOST_WAITING = 1_000  # tasks that a look lists
 LAST = literal_column(str(2**63 - 1), BigInteger)
 NEVER = literal_column("'infinity'", LONG_AGO.type)
 
@@ -55,7 +56,7 @@ def tail_claim(table: Table, limit: int, *, now: Now | None = None) -> Executabl
     go before those that were.
     """
     moment, c = server_now() if now is None else now, table.c
-    turns, found = _turns(table, "place"), _waiting(table, moment)
+    turns, found = _turns(table, "place"), _waiting(table, moment, MOST_NEW)
     is_second = found.c.run_at.is_(None) != cast(bindparam("new_first"), Boolean)
     pair = and_(found.c.priority == turns.c.level, found.c.task_type == turns.c.kind)
     in_order = (
@@ -79,18 +80,23 @@ def tail_claim(table: Table, limit: int, *, now: Now | None = None) -> Executabl
 def tail_look(table: Table, *, next_due: bool = False, now: Now | None = None) -> Select[Any]:
     """List what waits at the end; takes no lock, and tasks that run are seen, too.
 
-    Returns rows of ``task_id``, ``level`` and ``kind``. In one of them there is no ``kind``: its
-    number is the greatest that any task has got, null if that cannot be told. With ``next_due`` it
-    has also the ``seconds`` (float) until the next task of the given pairs falls due, or null.
+    Returns rows of ``task_id``, ``level``, ``kind`` and ``due``: when it fell due (float, seconds
+    after 1970), null if it was not planned. In one of them there is no ``kind``: its number is the
+    greatest that any task has got, null if that cannot be told, and its time that of the look. It
+    tells also how many rows are ``dead``. With ``next_due`` it has besides the ``seconds`` (float)
+    until the next task of the given pairs falls due, or null.
     """
     moment = server_now() if now is None else now
-    found = _waiting(table, moment)
+    found = _waiting(table, moment, MOST_WAITING)
     waiting = [
         found.c.task_id.label("task_id"),
         found.c.priority.label("level"),
         cast(found.c.task_type, Text).label("kind"),
+        epoch(found.c.run_at).label("due"),
+        cast(null(), BigInteger).label("dead"),
     ]
-    last = [_newest(table), cast(null(), Integer), cast(null(), Text)]
+    newest, dead = _newest(table), dead_rows(table)
+    last = [newest, cast(null(), Integer), cast(null(), Text), epoch(moment), dead]
     if next_due:
         waiting.append(cast(null(), Double).label("seconds"))
         last.append(_until_due(table, moment))
@@ -114,35 +120,43 @@ def _newest(table: Table) -> ColumnElement[Any]:
     return func.coalesce(case((visible, number)), seen)
 
 
+def dead_rows(table: Table) -> ColumnElement[Any]:
+    """Return how many rows of the table and its partitions are dead, as the statistics have it."""
+    parts = func.pg_partition_tree(regclass(table)).table_valued("relid", name="parts")
+    of_parts = select(func.sum(func.pg_stat_get_dead_tuples(parts.c.relid))).select_from(parts)
+    own = func.pg_stat_get_dead_tuples(regclass(table))  # which has no parts, mostly
+    return cast(func.coalesce(of_parts.scalar_subquery(), own), BigInteger)
+
+
 def _text(constant: str) -> ColumnElement[Any]:
     return literal_column("'" + constant.replace("'", "''") + "'", Text)
 
 
 def _turns(table: Table, place: str | None = None) -> Any:
-    levels = cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type))
-    kinds = cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type))
+    levels = unseen(cast(bindparam("levels", type_=ARRAY(Integer)), ARRAY(table.c.priority.type)))
+    kinds = unseen(cast(bindparam("types", type_=ARRAY(Text)), ARRAY(table.c.task_type.type)))
     more: dict[str, Any] = {"with_ordinality": place} if place else {}
     pairs = func.unnest(levels, kinds).table_valued("level", "kind", **more)
     return pairs.render_derived(name="turns")
 
 
-def _waiting(table: Table, now: Now) -> CTE:
+def _waiting(table: Table, now: Now, most: int) -> CTE:
     columns = _columns(table)
     newest = (
         select(*columns)
         .where(_is_at_the_end(table), _is_mine(table), _is_claimable(table, now))
         .order_by(table.c.task_id)
-        .limit(integer(MOST_WAITING))
+        .limit(integer(most))
         .subquery("newest")
     )
-    parts = [newest, _fallen_due(table, now), _others(table, now)]
+    parts = [newest, _fallen_due(table, now, most), _others(table, now)]
     # not all: the same task may be among several of them
     return union(*[select(*part.c) for part in parts]).cte("waiting").prefix_with("MATERIALIZED")
 
 
 def _others(table: Table, now: Now) -> Subquery:
     ids = cast(bindparam("others", type_=ARRAY(BigInteger)), ARRAY(table.c.task_id.type))
-    given = func.unnest(ids).table_valued("number").render_derived(name="given")
+    given = func.unnest(unseen(ids)).table_valued("number").render_derived(name="given")
     same = table.c.task_id == given.c.number
     one = select(*_columns(table)).where(same, _is_claimable(table, now)).limit(integer(1))
     found = one.correlate(given).lateral("one")
@@ -157,11 +171,19 @@ def _columns(table: Table) -> list[ColumnElement[Any]]:
 # The planner knows nothing of dead rows, and believes its statistics of the living. Conditions are
 # put so that it takes the primary key, for a range that it cannot but hold for small or for one
 # number after the other, and no other index.
+#
+# And it does not get to see what is given: the shorter the lists, the cheaper would it hold a plan
+# that is made for them alone, and make a new one each time, which takes longer than all the rest.
+
+
+def unseen(given: ColumnElement[Any]) -> ColumnElement[Any]:
+    """Hide what a parameter holds from the planner."""
+    return select(given).scalar_subquery()
 
 
 def _is_at_the_end(table: Table) -> ColumnElement[bool]:
     floor = cast(bindparam("floor"), BigInteger)
-    return table.c.task_id.between(select(floor).scalar_subquery(), LAST)
+    return table.c.task_id.between(unseen(floor), LAST)
 
 
 def _is_mine(table: Table) -> ColumnElement[bool]:
@@ -173,10 +195,9 @@ def _is_claimable(table: Table, now: Now) -> ColumnElement[bool]:
     return func.coalesce(table.c.run_at, LONG_AGO) <= now
 
 
-def _fallen_due(table: Table, now: Now) -> Subquery:
+def _fallen_due(table: Table, now: Now, most: int) -> Subquery:
     pairs = _turns(table)
-    start = now - cast(bindparam("seconds"), Double) * SECOND
-    due = _planned(table, pairs, table.c.run_at.between(start, now), MOST_WAITING).lateral("due")
+    due = _planned(table, pairs, table.c.run_at.between(unseen(since()), now), most).lateral("due")
     return select(*due.c).select_from(pairs.join(due, true())).subquery("fallen_due")
 
 

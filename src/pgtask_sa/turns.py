@@ -45,8 +45,8 @@ from pgtask_sa.claim_orders import (
     Row,
     pair_of,
 )
+from pgtask_sa.detours import Detours
 from pgtask_sa.statements import survey
-from pgtask_sa.tail import Tail
 
 Entry: TypeAlias = "tuple[int, int, float, str]"  # priority, rank, pass, task type
 
@@ -166,16 +166,16 @@ class Claimer:
         self.turns = Turns(options, self._random)
         self._plain: Plain | None = None
         self._way: InTurns | None = None
-        self._tail: Tail | None = None
+        self._detours: Detours | None = None
         if options.order != "fair" or options.expression is not None:
             self._plain = Plain(table, options)
+        elif options.fair_by:
+            self._way = ByKey(table, options, self._random)
         else:
-            kind = ByKey if options.fair_by else ByType
-            self._way = kind(table, options, self._random)
-            self._tail = None if options.fair_by else Tail(table, options.batch_size)
+            self._way = lottery = ByType(table, options, self._random)
+            self._detours = Detours(table, lottery, self._random)
         self._survey = survey(table)
         self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
-        self._looks_at_tail = False  # the look that was sent last
         self._surveyed: float | None = None  # when
         self._looked = 0.0  # when the last survey was sent
         self._interval = SURVEY_INTERVAL
@@ -218,13 +218,15 @@ class Claimer:
         taken = Counter(map(pair_of, rows))
         limit, by_level = self.options.batch_size, self._way.by_level
         self.turns.count(self._asked, taken, limit, by_level=by_level)
+        if self._detours is not None:
+            self.turns.warm(self._detours.took(rows) - self.turns.pairs())
         return self._way.in_order(rows, self._asked, taken)
 
     def _note_time(self, seconds: float) -> None:
         if not self._along:
             self._slowest = max(self._slowest, seconds)
-        if self._tail is not None and not (self._tail.in_use or self._looks_at_tail):
-            self._tail.timed(seconds, along=self._along)
+        if self._detours is not None and self._asked is not None:
+            self._detours.timed(seconds, along=self._along)
 
     def _in_turns(self) -> Iterator[Ask]:
         guesses = [] if self.turns or self._surveyed is None else self._guesses()
@@ -250,7 +252,8 @@ class Claimer:
 
     def _scouted(self, asked: list[Pair]) -> list[Pair]:
         """Look for one cold pair as well; each gets its turn to be looked for."""
-        if self.options.fair_by or len(self.turns) > MOST_GUESSES:
+        is_dear = self._detours is not None and self._detours.has_far_to_go
+        if is_dear or self.options.fair_by or len(self.turns) > MOST_GUESSES:
             return asked
         if not self._scouts:
             warm = self.turns.pairs()
@@ -262,41 +265,45 @@ class Claimer:
 
     def _claim(self, asked: Sequence[Pair]) -> Ask:
         assert self._way is not None  # noqa: S101
-        self._looks_at_tail = False
-        if self._tail is not None and self._tail.in_use:
-            self._asked, new_first = asked, self._random.random() < 0.5  # noqa: PLR2004
-            return self._tail.claim(asked, self.types, new_first=new_first)
+        detour = None if self._detours is None else self._detours.claim(asked, self.types)
+        if detour is not None:
+            self._asked = asked
+            return detour
         ask, self._asked = self._way.claim(asked, self.types)
         return ask
 
     def _look(self) -> Ask:
         self._asked, self._looked = None, time.monotonic()
-        tail = self._tail
-        self._looks_at_tail = tail is not None and (tail.in_use or tail.must_look())
-        if tail is not None and self._looks_at_tail:
-            return tail.look({*self._known(), *self.turns.pairs()}, self.types)
+        if self._detours is not None:
+            pairs = {*self._known(), *self.turns.pairs()}
+            if (detour := self._detours.look(pairs, self.types)) is not None:
+                return detour
         return self._survey, {"types": self.types}
 
     def _looked_thoroughly(self) -> bool:
         """Say whether the last look may have found tasks that no claim before it could take."""
-        return self._looks_at_tail and self._tail is not None and self._tail.thorough
+        return self._detours is not None and self._detours.is_thorough
 
     def _is_late(self) -> bool:
-        if self._tail is not None and self._tail.must_look():
+        if self._detours is not None and self._detours.must_look():
             return True
         return self._surveyed is None or time.monotonic() - self._surveyed >= self._interval
 
     def _note_survey(self, rows: Sequence[Row]) -> None:
         now = self._surveyed = time.monotonic()
-        self._interval = max(SURVEY_INTERVAL, MOST_OF_TIME * (now - self._looked))
-        if self._looks_at_tail:
-            assert self._tail is not None  # noqa: S101
-            pairs = self._tail.learn(rows)
-            if self._tail.thorough:
-                self._interval = SURVEY_INTERVAL  # the next one is cheap
-        else:
+        took, detours = now - self._looked, self._detours
+        pairs = None if detours is None else detours.learn(rows)
+        if pairs is None:
             pairs = {(row["level"], row["kind"]) for row in rows}
-        self.turns.replace(pairs)
+            if detours is not None:
+                detours.surveyed(took, along=self._along)
+        # after a thorough look the next one is cheap
+        is_rare = not self._looked_thoroughly()
+        self._interval = max(SURVEY_INTERVAL, MOST_OF_TIME * took * is_rare)
+        if detours is not None and detours.is_partial:
+            self.turns.warm(pairs - self.turns.pairs())
+        else:
+            self.turns.replace(pairs)
         if len(self._met) < MOST_PASSES:
             self._met |= pairs
 

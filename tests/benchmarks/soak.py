@@ -163,6 +163,11 @@ def tell(result: dict[str, Any]) -> None:
     print(f"drained within {result['drain_seconds']:.1f} s of the last enqueue")
     for name, (first, last, grew) in result["growth"].items():
         print(f"{name:<12}{first:>10.2f} ms -> {last:.2f} ms{'   GREW' if grew else ''}")
+    print("\nwhere the time of the server went: ms, calls, ms each")
+    for spent, calls, query in result["dearest"]:
+        shown = " ".join(query.split())
+        shown = shown if len(shown) < 70 else f"{shown[:40]} .. {shown[-25:]}"
+        print(f"{spent:>10,.0f}{calls:>10,}{spent / calls:>8.2f}  {shown}")
 
 
 def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -188,6 +193,7 @@ def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
         "left": run.left(),
         "drain_seconds": drain_seconds,
         "growth": growth(samples),
+        "dearest": run.sampler.dearest(),
         "samples": [sample.as_json() for sample in samples],
     }
 

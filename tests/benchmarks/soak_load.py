@@ -27,6 +27,7 @@ DELAYED, FAILING = 20, 50  # one in so many
 DELAY = 2.0  # seconds
 BACKOFF = 1.0
 TICK = 0.01  # seconds between the commits of the enqueuer
+MOST = 500  # tasks in one of them
 WIDTH, FIRST, CLASSES = 1.1, 0.1, 160
 LANES = 4
 
@@ -78,14 +79,14 @@ def lateness(counted: Sequence[int], part: float, *, delayed: bool = False) -> f
 
 
 def enqueuer(url: str, rate: float, seconds: float, sent: Any) -> None:
-    """Enqueue at a steady rate, some with each commit; if it falls behind, more with each."""
+    """Enqueue at a steady rate, some with each commit; more, up to `MOST`, if it falls behind."""
     # in the tests it may lead through a pooler
     through = {"prepare_threshold": None} if os.environ.get("PGTASK_TEST_POOLER") else {}
     engine = create_engine(url, connect_args=through)
     sessions = sessionmaker(engine, class_=TaskSession)
     start = time.monotonic()
     while (now := time.monotonic()) < start + seconds:
-        due = int((now - start) * rate) - sent.value
+        due = min(int((now - start) * rate) - sent.value, MOST)
         if due > 0:
             with sessions.begin() as session:
                 for number in range(sent.value, sent.value + due):

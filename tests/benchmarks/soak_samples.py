@@ -44,6 +44,10 @@ PATTERNS = {
     "looks": ["WITH RECURSIVE ready_pairs%", "%SELECT waiting.task_id AS task_id, %"],
     "notes": ["UPDATE task_worker SET %task_ids%"],
 }
+DEAREST = (
+    "select round(total_exec_time)::float8, calls, left(query, 1000) from pg_stat_statements"
+    " where query not like 'explain%' order by total_exec_time desc limit 12"
+)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,13 @@ class Sampler:
                 due_p99=lateness(fresh, 0.99, delayed=True),
                 sizes=_numbers(connection, SIZES),
             )
+
+    def dearest(self) -> list[tuple[float, int, str]]:
+        """List the statements that took most of the server's time: ms in all, calls, text."""
+        if not self._has_statistics:
+            return []
+        with self.engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(text(DEAREST))]
 
     def _means(self, connection: Connection) -> dict[str, float | None]:
         """Return the mean times of the statements that were really sent since the last look."""

@@ -1,7 +1,7 @@
-SELECT task_worker.worker_id, task_worker.lane, task_worker.host, task_worker.pid, task_worker.started_at, task_worker.seen_at, task_worker.is_direct, task_worker.backend_pid, task_worker.begun_at, task_worker.task_ids, task_worker.row_versions, CAST(task_worker.begun_at AS TEXT) AS begun, CASE WHEN task_worker.is_direct THEN EXISTS (SELECT %(param_1)s::INTEGER AS anon_1
+SELECT mod(task_worker.lane, 65536) AS lane, task_worker.worker_id, task_worker.host, task_worker.pid, task_worker.started_at, task_worker.seen_at, task_worker.is_direct, task_worker.backend_pid, task_worker.begun_at, task_worker.task_ids, task_worker.row_versions, CAST(task_worker.begun_at AS TEXT) AS begun, CASE WHEN task_worker.is_direct THEN EXISTS (SELECT %(param_1)s::INTEGER AS anon_1
 FROM pg_catalog.pg_locks
 WHERE pg_catalog.pg_locks.locktype = 'advisory' AND pg_catalog.pg_locks.database = (SELECT pg_catalog.pg_database.oid
 FROM pg_catalog.pg_database
 WHERE pg_catalog.pg_database.datname = current_database()) AND pg_catalog.pg_locks.classid = CAST(1885828204 AS OID) AND pg_catalog.pg_locks.objid = CAST(task_worker.worker_id AS OID) AND pg_catalog.pg_locks.objsubid = 2 AND pg_catalog.pg_locks.granted) ELSE task_worker.seen_at > statement_timestamp() - interval '60 seconds' END AS alive
 FROM task_worker
-ORDER BY task_worker.worker_id, task_worker.lane
+ORDER BY task_worker.worker_id, lane

@@ -6,19 +6,19 @@ ORDER BY task.task_id
 LIMIT 200) AS newest UNION
 SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_due.task_type AS task_type, fallen_due.run_at AS run_at
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
-FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_2), (SELECT CAST(%(types)s::TEXT[] AS TEXT[]) AS anon_3)) AS turns(level, kind) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
-WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+WHERE task.priority = turns.level AND task.task_type = turns.kind AND task.run_at BETWEEN (SELECT to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AS to_timestamp_1) AND statement_timestamp()
 ORDER BY task.run_at
 LIMIT 200) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at
 FROM (SELECT one.task_id AS task_id, one.priority AS priority, one.task_type AS task_type, one.run_at AS run_at
-FROM unnest(CAST(%(others)s::BIGINT[] AS BIGINT[])) AS given(number) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
+FROM unnest((SELECT CAST(%(others)s::BIGINT[] AS BIGINT[]) AS anon_4)) AS given(number) JOIN LATERAL (SELECT task.task_id AS task_id, task.priority AS priority, task.task_type AS task_type, task.run_at AS run_at
 FROM task
 WHERE task.task_id = given.number AND coalesce(task.run_at, '-infinity') <= statement_timestamp()
 LIMIT 1) AS one ON true) AS others), chosen AS MATERIALIZED (SELECT picked.task_id AS task_id, picked.touched AS touched
 FROM (SELECT waiting.task_id AS task_id
-FROM waiting JOIN unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS TEXT[])) WITH ORDINALITY AS turns(level, kind, place) ON waiting.priority = turns.level AND waiting.task_type = turns.kind
+FROM waiting JOIN unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_5), (SELECT CAST(%(types)s::TEXT[] AS TEXT[]) AS anon_6)) WITH ORDINALITY AS turns(level, kind, place) ON waiting.priority = turns.level AND waiting.task_type = turns.kind
 ORDER BY turns.place, (waiting.run_at IS NULL) != CAST(%(new_first)s AS BOOLEAN), waiting.run_at, random()) AS found JOIN LATERAL (SELECT task.task_id AS task_id, xmax <> '0'::xid AS touched
 FROM task
 WHERE task.task_id = found.task_id AND coalesce(task.run_at, '-infinity') <= statement_timestamp() FOR UPDATE SKIP LOCKED) AS picked ON true

@@ -3,29 +3,32 @@ FROM (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priorit
 FROM jobs.enum_job
 WHERE jobs.enum_job.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_1) AND 9223372036854775807 AND array_position(CAST(%(mine)s::TEXT[] AS jobs.kind[]), jobs.enum_job.task_type) IS NOT NULL AND coalesce(jobs.enum_job.run_at, '-infinity') <= statement_timestamp()
 ORDER BY jobs.enum_job.task_id
-LIMIT 200) AS newest UNION
+LIMIT 1000) AS newest UNION
 SELECT fallen_due.task_id AS task_id, fallen_due.priority AS priority, fallen_due.task_type AS task_type, fallen_due.run_at AS run_at
 FROM (SELECT due.task_id AS task_id, due.priority AS priority, due.task_type AS task_type, due.run_at AS run_at
-FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS jobs.kind[])) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_2), (SELECT CAST(%(types)s::TEXT[] AS jobs.kind[]) AS anon_3)) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
-WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at BETWEEN statement_timestamp() - CAST(%(seconds)s AS DOUBLE PRECISION) * interval '1 second' AND statement_timestamp()
+WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at BETWEEN (SELECT to_timestamp(CAST(%(since)s AS DOUBLE PRECISION)) AS to_timestamp_1) AND statement_timestamp()
 ORDER BY jobs.enum_job.run_at
-LIMIT 200) AS due ON true) AS fallen_due UNION
+LIMIT 1000) AS due ON true) AS fallen_due UNION
 SELECT others.task_id AS task_id, others.priority AS priority, others.task_type AS task_type, others.run_at AS run_at
 FROM (SELECT one.task_id AS task_id, one.priority AS priority, one.task_type AS task_type, one.run_at AS run_at
-FROM unnest(CAST(%(others)s::BIGINT[] AS BIGINT[])) AS given(number) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
+FROM unnest((SELECT CAST(%(others)s::BIGINT[] AS BIGINT[]) AS anon_4)) AS given(number) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
 WHERE jobs.enum_job.task_id = given.number AND coalesce(jobs.enum_job.run_at, '-infinity') <= statement_timestamp()
 LIMIT 1) AS one ON true) AS others)
-SELECT waiting.task_id AS task_id, waiting.priority AS level, CAST(waiting.task_type AS TEXT) AS kind, CAST(NULL AS DOUBLE PRECISION) AS seconds
+SELECT waiting.task_id AS task_id, waiting.priority AS level, CAST(waiting.task_type AS TEXT) AS kind, CAST(EXTRACT(epoch
+FROM waiting.run_at) AS DOUBLE PRECISION) AS due, CAST(NULL AS BIGINT) AS dead, CAST(NULL AS DOUBLE PRECISION) AS seconds
 FROM waiting
 UNION ALL
 SELECT coalesce(CASE WHEN has_sequence_privilege(pg_get_serial_sequence('jobs.enum_job', 'task_id'), 'usage, select') THEN pg_sequence_last_value(CAST(pg_get_serial_sequence('jobs.enum_job', 'task_id') AS REGCLASS)) END, (SELECT max(jobs.enum_job.task_id) AS max_1
 FROM jobs.enum_job
-WHERE jobs.enum_job.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_2) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_3, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+WHERE jobs.enum_job.task_id BETWEEN (SELECT CAST(%(floor)s AS BIGINT) AS anon_5) AND 9223372036854775807)) AS coalesce_1, CAST(NULL AS INTEGER) AS anon_6, CAST(NULL AS TEXT) AS anon__1, CAST(EXTRACT(epoch
+FROM statement_timestamp()) AS DOUBLE PRECISION) AS anon_7, CAST(coalesce((SELECT sum(pg_stat_get_dead_tuples(parts.relid)) AS sum_1
+FROM pg_partition_tree(to_regclass(concat(quote_ident(%(quote_ident_1)s), %(concat_1)s::VARCHAR, quote_ident(%(quote_ident_2)s)))) AS parts), pg_stat_get_dead_tuples(to_regclass(concat(quote_ident(%(quote_ident_3)s), %(concat_2)s::VARCHAR, quote_ident(%(quote_ident_4)s))))) AS BIGINT) AS coalesce_2, CAST(EXTRACT(epoch
 FROM (SELECT min(later.run_at) AS min_1
-FROM unnest(CAST(%(levels)s::INTEGER[] AS SMALLINT[]), CAST(%(types)s::TEXT[] AS jobs.kind[])) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
+FROM unnest((SELECT CAST(%(levels)s::INTEGER[] AS SMALLINT[]) AS anon_9), (SELECT CAST(%(types)s::TEXT[] AS jobs.kind[]) AS anon_10)) AS turns(level, kind) JOIN LATERAL (SELECT jobs.enum_job.task_id AS task_id, jobs.enum_job.priority AS priority, jobs.enum_job.task_type AS task_type, jobs.enum_job.run_at AS run_at
 FROM jobs.enum_job
 WHERE jobs.enum_job.priority = turns.level AND jobs.enum_job.task_type = turns.kind AND jobs.enum_job.run_at > statement_timestamp() AND jobs.enum_job.run_at < 'infinity'
 ORDER BY jobs.enum_job.run_at
-LIMIT 1) AS later ON true) - statement_timestamp()) AS DOUBLE PRECISION) AS anon_4
+LIMIT 1) AS later ON true) - statement_timestamp()) AS DOUBLE PRECISION) AS anon_8
