@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from running import Running
 from sqlalchemy import create_engine, make_url, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
 from waiting import let_pass
 
@@ -17,6 +18,15 @@ from pgtask_sa.lanes import _never_again
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def test_a_first_connection_that_is_ended_while_it_is_made(db_url):
+    """SQLAlchemy looks at the first one of an engine before there is a pool: it is told why."""
+    engine = worker_engine(db_url, 1)
+    end = "select pg_terminate_backend(pg_backend_pid())"
+    engine.dialect.initialize = lambda connection: connection.exec_driver_sql(end)
+    with pytest.raises(DBAPIError, match="terminating connection"):
+        engine.connect()
 
 
 @pytest.mark.parametrize(

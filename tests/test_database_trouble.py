@@ -5,6 +5,7 @@ Each test tells its figures, which stand at the end of the report.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -104,6 +105,22 @@ def test_a_handlers_table_that_fails(trouble: Trouble, code, figures):
     retries = len(running.told("task.retry"))
     figures(f"{code} in the handlers: {rate:.0f} transactions/s for two lanes, {retries} retries")
     assert 150 > rate
+
+
+def test_a_handlers_table_that_fails_for_many_tasks(trouble: Trouble, figures, monkeypatch):
+    """E12: one warning for all of them; those who listen hear of each."""
+    monkeypatch.setattr("pgtask_sa.events.LATELY", 3600.0)
+    running = trouble.running
+    end = _raising(running, "insert on mark", "53100")
+    for _ in range(40):
+        trouble.enqueue()
+    with running:
+        running.until(lambda: len(running.told("task.retry")) > 100)
+        running.execute(end)
+        running.until_empty()
+    levels = [event.level for event in running.events if event.name == "task.retry"]
+    figures(f"{len(levels)} retries, {levels.count(logging.WARNING)} lines")
+    assert [logging.WARNING] == [level for level in levels if level != logging.DEBUG]
 
 
 def test_a_handlers_table_that_fails_for_some_seconds(trouble: Trouble):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import uuid
+import warnings
 from typing import Any
 
 import pytest
@@ -26,6 +27,26 @@ from sqlalchemy.orm import sessionmaker
 
 from pgtask_sa import ConfigurationError, EnqueueError, Task, TaskSession
 from pgtask_sa.mapping import LOCK_CLASS
+
+ENQUEUES = {
+    "plain": lambda session: session.enqueue("A", {}),
+    "with a flush": lambda session: session.enqueue("A", dict),
+    "coalesced": lambda session: session.enqueue("A", {}, coalesce=True),
+    "many": lambda session: session.enqueue_many("A", [{}, {}]),
+}
+
+
+@pytest.mark.parametrize("way", ENQUEUES)
+def test_a_session_in_autocommit(maker: Any, engine: Engine, way: str) -> None:
+    """A rollback would not take the task back, and that is said; nothing is, without autocommit."""
+    autocommit = engine.execution_options(isolation_level="AUTOCOMMIT")
+    with maker(bind=autocommit) as session, pytest.warns(UserWarning, match="a rollback does not"):
+        ENQUEUES[way](session)
+        session.flush()
+    with maker() as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ENQUEUES[way](session)
+        session.commit()
 
 
 @pytest.fixture

@@ -429,7 +429,7 @@ def test_an_insert_that_fails_in_autocommit(direct_db_url, engine):
     with connection, TaskSession(connection) as session, engine.connect() as other:
         other.execute(text("lock table task in exclusive mode"))
         session.enqueue("A", {})
-        with pytest.raises(DBAPIError):
+        with pytest.raises(DBAPIError), pytest.warns(UserWarning, match="AUTOCOMMIT"):
             session.flush()
         other.rollback()
         assert 0 == connection.scalar(text("select count(*) from task"))

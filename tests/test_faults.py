@@ -98,7 +98,7 @@ def test_connections_ended_at_random_under_load(fleet: Fleet, figures):
     assert ([], [], 0) == found
     assert SOON > single
     assert [True, True] == [alternate(each) for each in told]
-    assert [] == events(one, "worker.error") + events(two, "worker.error")
+    assert [] == [e["message"] for e in events(one, "worker.error") + events(two, "worker.error")]
 
 
 # -- the network -------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ def test_a_network_that_fails_under_load(fleet: Fleet, proxy, figures):
     assert SOON > single
     assert unknown > 0
     assert [True, True] == [alternate(each) for each in told]
-    assert [] == events(one, "worker.error") + events(two, "worker.error")
+    assert [] == [e["message"] for e in events(one, "worker.error") + events(two, "worker.error")]
 
 
 SHORT = {

@@ -19,7 +19,7 @@ from sqlalchemy.orm import make_transient_to_detached
 from pgtask_sa import insert_statements as statements
 from pgtask_sa.errors import DuplicateTask, EnqueueBlocked, EnqueueError
 from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
-from pgtask_sa.intake import task_connection
+from pgtask_sa.intake import task_connection, warn_of_autocommit
 from pgtask_sa.retry import Seconds, as_seconds
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ MAX_TYPED_ROWS = 1000  # each is a bind parameter, of which a statement has 32,7
 def _connection(session: Session, task_class: type[Any]) -> Connection:
     """Return the connection that the session uses for tasks, ready for inserts."""
     connection = task_connection(session, task_class)
+    warn_of_autocommit(connection)
     if session.twophase:
         connection.execute(statements.silence_wakeup())
     return connection

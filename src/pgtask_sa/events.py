@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 log = logging.getLogger("pgtask_sa")
 
+LATELY = 10.0  # seconds
+
 
 @dataclass(frozen=True)
 class Event:
@@ -54,7 +56,16 @@ class Events:
         self, listeners: list[Listener] | None = None, *, shows_values: bool = False
     ) -> None:
         self.shows_values = shows_values
+        self._told: dict[str, float] = {}
         self.listeners = [] if listeners is None else listeners  # the caller may still add some
+
+    def is_news(self, what: str) -> bool:
+        """Say whether this has not been told lately, of what may happen to each of many tasks."""
+        now = time.monotonic()
+        if now - self._told.get(what, -LATELY) < LATELY:
+            return False
+        self._told[what] = now
+        return True
 
     def wants(self, level: int) -> bool:
         """Say whether anybody would notice an event; spares a busy worker the making of it."""

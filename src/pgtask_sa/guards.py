@@ -7,6 +7,7 @@ remember what went wrong.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, MutableMapping
 from functools import lru_cache, partial
@@ -27,7 +28,9 @@ def watch_errors(engine: Engine) -> None:
 
     @event.listens_for(engine, "handle_error")
     def _remember(context: Any) -> None:
-        if context.connection is not None and not context.connection.invalidated:
+        if context.connection is None or context.connection.invalidated:
+            return
+        with contextlib.suppress(NotImplementedError):  # not yet in the pool: an engine's first one
             context.connection.info[TROUBLE] = context.original_exception
 
 

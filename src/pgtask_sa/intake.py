@@ -7,6 +7,7 @@ at the call (direct.py).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
 MAX_PRIORITY = 2**15 - 1  # of a smallint
+AUTOCOMMIT = (
+    "a task is enqueued on a connection in AUTOCOMMIT: it is there at once, and a rollback does "
+    "not take it back. Give the session an engine or a connection without that isolation level"
+)
 
 
 @dataclass(frozen=True)
@@ -189,6 +194,17 @@ def check_usable(session: Session) -> None:
 def task_connection(session: Session, task_class: type[Any]) -> Connection:
     """Return the connection to which the session would send an insert of a task."""
     return session.connection(bind_arguments=_as_insert(task_class))
+
+
+def is_autocommit(connection: Connection) -> bool:
+    """Say whether each statement on a connection is committed at once."""
+    return bool(getattr(connection.connection.dbapi_connection, "autocommit", False))
+
+
+def warn_of_autocommit(connection: Connection) -> None:
+    """Warn where a rollback takes no task back."""
+    if is_autocommit(connection):
+        warnings.warn(AUTOCOMMIT, UserWarning, stacklevel=2)
 
 
 def task_engine(session: Session, task_class: type[Any]) -> Engine:

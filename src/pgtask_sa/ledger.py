@@ -17,7 +17,7 @@ from sqlalchemy import ARRAY, BigInteger, any_, cast, event, func, inspect, sele
 from pgtask_sa import single
 from pgtask_sa.errors import ConfigurationError, EnqueueError
 from pgtask_sa.insert_statements import all_columns, fill_in, silence_wakeup
-from pgtask_sa.intake import task_connection, task_engine
+from pgtask_sa.intake import task_connection, task_engine, warn_of_autocommit
 from pgtask_sa.mapping import TaskMixin, task_table
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ class Unevaluated(dict[str, Any]):
 
 
 @event.listens_for(TaskMixin, "before_insert", propagate=True)
-def _refuse_unevaluated(_mapper: Any, _connection: Any, task: Any) -> None:
+def _look_at_task(_mapper: Any, connection: Connection, task: Any) -> None:
+    warn_of_autocommit(connection)
     if isinstance(task.params, Unevaluated):
         raise EnqueueError(
             f"{task!r} was enqueued with a callable for its params, which only that session can "

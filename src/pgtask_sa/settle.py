@@ -17,7 +17,7 @@ from pgtask_sa import statements
 from pgtask_sa.claim import ROW_VERSION, claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
-from pgtask_sa.failures import describe, headline, in_one_line, is_blameless
+from pgtask_sa.failures import chain, describe, headline, in_one_line, is_blameless, sqlstate
 from pgtask_sa.ground import ENDED
 from pgtask_sa.handlers import Handler
 from pgtask_sa.mapping import dead_task_class, mapped_table, own_columns, task_table, unique_columns
@@ -332,6 +332,8 @@ class Settler:
         name, level = _EVENTS[verdict.action]
         if verdict.reason == "snoozed":
             level = logging.INFO
+        if verdict.reason == "database" and not self.events.is_news(_trouble(error)):
+            level = logging.DEBUG  # a disk that is full is so for thousands of tasks
         if not self.events.wants(level):
             return
         fields: dict[str, Any] = {
@@ -347,6 +349,11 @@ class Settler:
         if verdict.action == "retry":
             fields["delay"] = round(verdict.delay, 3)
         self.events.emit(name, _sentence(claimed, verdict, told), level=level, **fields)
+
+
+def _trouble(error: BaseException | None) -> str:
+    """Name what the database reports, for all tasks that meet with it."""
+    return next((code for each in chain(error) if (code := sqlstate(each))), "connection")
 
 
 _EVENTS = {

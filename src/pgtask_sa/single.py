@@ -19,7 +19,7 @@ from sqlalchemy import Column, inspect
 from sqlalchemy.orm import Session, make_transient_to_detached
 
 from pgtask_sa.insert_statements import any_insert, is_sql
-from pgtask_sa.intake import task_connection
+from pgtask_sa.intake import is_autocommit, task_connection
 from pgtask_sa.mapping import TASK_COLUMNS
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def write(session: Session, task: Any, flush: Callable[[], None]) -> bool:
     if not shape.fits(state.mapper):
         return False
     connection = task_connection(session, type(task))
-    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+    if is_autocommit(connection):
         return False  # what has failed could not be made to fail again
     try:
         returned = shape.insert(connection, shape.values(state.dict))
