@@ -368,10 +368,10 @@ def take(
         chosen: what to take.
         limit: how many rows that may be, at most.
         more: further columns to return.
+        in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
         by_one: compare with one number, not with an array, where the limit is 1. The planner takes
             an array for ten numbers, and where it believes that the table holds only a few rows it
             would rather read all of it, the dead ones as well.
-        in_order: return also at which place in the order of ``chosen`` each row was, as `PLACE`.
     """
     found = chosen.cte("chosen").prefix_with("MATERIALIZED")
     ids = func.array(select(found.c.task_id).scalar_subquery(), type_=ARRAY(table.c.task_id.type))

@@ -6,8 +6,8 @@ hold of the row first. Three steps, of which each stands when a later one fails:
 1. **Note it.** In the workers' table the lane's entry, with this row and its version, becomes one
    of a worker that is dead: it gets a number whose lock nobody holds. From that commit on the start
    cannot get lost: whoever claims the row finds the entry, and counts it before anything else. So
-   no task is started more often than its budget says. Two gaps are left: through a pooler nothing
-   is noted; and where the DDL writes all rows anew, another lane does not know the row again.
+   no task is started more often than its budget says. Two gaps are left: through a pooler without a
+   direct URL nothing is noted; where the DDL writes all rows anew, a lane does not know one again.
 2. **First in line.** One statement ends the server process and claims the row from it. As it waits
    for the row already when that comes free, nobody takes it in between, and the attempt is counted
    with its right error. But it needs a lock on the table. An ``ALTER TABLE`` that waits for the

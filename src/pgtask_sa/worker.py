@@ -54,7 +54,8 @@ class Worker:
             of the connection into the URL. The worker makes its own connections, with psycopg: one
             for each lane, one that listens, some for deadlines. It may lead through a pooler.
         direct_url: URL (or engine) of the same database without a pooler between, for what needs a
-            session of its own, such as LISTEN; without it such a worker looks every second.
+            session of its own: LISTEN, the notes of what runs, deaths, `cancel`. Without it such a
+            worker looks every second, and counts no deaths.
         concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
         processes: how many child processes do that, under the eyes of this one: one that dies, or
             in which a handler is stuck, is replaced. None does it in this process.
@@ -168,7 +169,8 @@ class Worker:
         Returns:
             The exit code: 0 after a clean end, 3 if running tasks had to be cut off, or a child
             process died while it was to end (they were rolled back and wait in the table), 1 if
-            the event loop ended and took all async handlers along.
+            the event loop ended and took all async handlers along, 4 if a handler does not come
+            back and another process is to take over.
         """
         o = self.options
         if o.supervised:
