@@ -28,7 +28,7 @@ check: $(READY) ## lint, formatting, types, import rules
 	@echo "mypy" && $(BIN)/mypy
 	@echo "lint-imports" && $(BIN)/lint-imports
 
-bench: $(READY) ## every figure of docs/benchmarks.md anew, about 25 minutes; ARGS="--quick" for two
+bench: $(READY) ## every figure of docs/benchmarks.md anew, about 35 minutes; ARGS="--quick" for two
 	@$(BIN)/python -c "import matplotlib" 2>/dev/null || $(BIN)/python -m pip install -qq --editable ".[dev,bench]"
 	@$(BIN)/python tests/benchmarks/bench.py $(ARGS)
 

@@ -26,6 +26,7 @@ import loading
 import peers_file
 import planning
 import plots
+import records
 import remembering
 import turns_taken
 import waking
@@ -56,6 +57,7 @@ MEASURES: dict[str, Measure] = {
     "due": planning.due,
     "failing": planning.failing,
     "depth": depths.by_depth,
+    "notes": records.notes,
 }
 PEERS = "others"
 ROOT = Path(__file__).resolve().parents[2]

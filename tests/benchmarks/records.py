@@ -20,6 +20,7 @@ from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 import psycopg
+from figures import Figure, in_turns
 from ours import handlers, reset
 from stage import LANES, LOCK, SETTINGS, SPAWN, PostgresServer
 from tally import Tally
@@ -30,9 +31,19 @@ from pgtask_sa.presence import Presence
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-TASKS = {1: 2000, 100: 20_000}
+    from stage import Stage
+
+TASKS = {1: 4000, 100: 40_000}
 # The most that the records may cost, in per cent of the throughput.
 LIMITS = {1: 15.0, 100: 5.0}
+# Coroutines wait together: the more lanes there are, the more of their notes travel together.
+CASES = (
+    ("noop", 4, 1),
+    ("noop", 2, 100),
+    ("async_noop", 4, 1),
+    ("async_noop", 16, 1),
+    ("async_noop", 2, 100),
+)
 FILL = (
     "insert into task (task_type, params) select '{kind}', jsonb_build_object('i', g)"
     " from generate_series(1, {count}) g"
@@ -65,12 +76,14 @@ def server_time(pid: int) -> float:
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(server: PostgresServer, kind: str, lanes: int, batch: int, *, noted: bool) -> Drain:
+def measure(  # noqa: PLR0917
+    server: PostgresServer, kind: str, lanes: int, batch: int, count: int, *, noted: bool
+) -> Drain:
     """Drain a full table, from the first handler to the last."""
     url = server.url(driver=None)
     reset(url)
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(FILL.format(kind=kind, count=TASKS[batch]))
+        connection.execute(FILL.format(kind=kind, count=count))
         for statement in ("vacuum analyze", "checkpoint"):
             connection.execute(statement)
     tally, spent = Tally(), SPAWN.Value("d", 0.0)
@@ -80,8 +93,8 @@ def measure(server: PostgresServer, kind: str, lanes: int, batch: int, *, noted:
     worker = SPAWN.Process(target=drain, args=(url, tally, spent), kwargs=options)
     worker.start()
     worker.join(120)
-    if tally.count != TASKS[batch]:
-        raise SystemExit(f"{tally.count} of {TASKS[batch]} tasks were run")
+    if tally.count != count:
+        raise SystemExit(f"{tally.count} of {count} tasks were run")
     times = (spent.value, server_time(postmaster) - before)
     return Drain(tally.count / tally.seconds, *(1e6 * each / tally.count for each in times))
 
@@ -93,7 +106,9 @@ def compare(
     pairs: list[tuple[Drain, Drain]] = []
     for number in range(rounds):
         order = (True, False) if number % 2 else (False, True)
-        pair = {noted: measure(server, kind, lanes, batch, noted=noted) for noted in order}
+        pair = {
+            noted: measure(server, kind, lanes, batch, TASKS[batch], noted=noted) for noted in order
+        }
         pairs.append((pair[True], pair[False]))
     costs = [100 * (1 - noted.rate / plain.rate) for noted, plain in pairs]
     return {
@@ -118,6 +133,22 @@ def middle(pairs: list[tuple[Drain, Drain]], name: str) -> tuple[float, float]:
     """Return the medians of a figure, with the records and without."""
     noted, plain = ([getattr(drain, name) for drain in side] for side in zip(*pairs, strict=True))
     return median(noted), median(plain)
+
+
+def notes(stage: Stage) -> Iterator[Figure]:
+    """Drain with notes of what runs, and without: sync and async handlers."""
+    for kind, lanes, batch in CASES:
+        count = stage.sizes["single" if batch == 1 else "batched"]
+        given = (stage.server, kind, lanes, batch, count)
+        with_notes, without = in_turns(
+            stage.rounds * 3,
+            lambda given=given: measure(*given, noted=True).rate,
+            lambda given=given: measure(*given, noted=False).rate,
+        )
+        handlers = "async" if kind.startswith("async") else "sync"
+        what = f"drain of no-ops, {handlers} handlers, {lanes} lanes, batch {batch}, noted"
+        limit = 1 - LIMITS[batch] / 100
+        yield Figure(what, "tasks/s", with_notes, "without notes", without, limit)
 
 
 def compare_all(
