@@ -332,6 +332,7 @@ class Execution:
                 if batch:
                     self._tell_unknown(batch)
                 self._give_up(transaction)
+                self._bear_unknown(batch, error)
                 raise
             self._roll_back(transaction)
             if is_blameless(error):
@@ -347,6 +348,12 @@ class Execution:
             level=logging.WARNING,
             task_ids=[claimed.task_id for claimed in batch],
         )
+
+    def _bear_unknown(self, batch: list[Claimed], error: BaseException) -> None:
+        """Count it where it goes on like this: something ends the connection of just this task."""
+        for claimed in batch:
+            if not self.arrears.bear(claimed, error):  # if it is done after all, nothing is counted
+                self.arrears.owed.append(TransactionLost(claimed, error))
 
     def _commit_checked(
         self, transaction: Any, batch: list[Claimed], finished: list[Report]
