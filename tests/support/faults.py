@@ -34,11 +34,18 @@ class Load:
 
     The handlers of process_tasks insert the number of their task into ``done``, which has no
     constraint: a task that was run twice is there twice. They have one attempt, so a task of which
-    an attempt was counted is in the error queue.
+    an attempt was counted is in the error queue. With ``through``, the URL of a pooler, that is
+    their way.
     """
 
-    def __init__(self, fleet: Fleet, *, threads: int = 2, pause: float = 0.002) -> None:
+    def __init__(
+        self, fleet: Fleet, *, threads: int = 2, pause: float = 0.002, through: str | None = None
+    ) -> None:
         self.fleet = fleet
+        self._engine = fleet.engine
+        if through:
+            unprepared = {"prepare_threshold": None}
+            self._engine = create_engine(through, poolclass=NullPool, connect_args=unprepared)
         self.pause = pause
         self.confirmed: list[int] = []
         self.unknown: list[int] = []  # the COMMIT was sent, or may have been, and not answered
@@ -66,7 +73,7 @@ class Load:
         number = first
         while not self._stop.is_set():
             try:
-                with self.fleet.engine.connect() as connection:
+                with self._engine.connect() as connection:
                     while not self._stop.wait(self.pause):
                         self._commit_one(connection, number)
                         number += step
