@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KINDS = ("ROW", "ASYNC_ROW")
+WINDOW = 0.5  # seconds over which it is said how many are done in a second
 
 
 class Load:
@@ -100,6 +101,29 @@ class Load:
             f"select extract(epoch from min(at))::float from done where at > to_timestamp({moment})"
         )
         return wait_until(lambda: self._ask(query), timeout, 0.02) - moment
+
+    def rate(self, seconds: float = 1.0) -> float:
+        """Return how many were done in each of the last seconds."""
+        query = (
+            "select count(*)::float from done"
+            f" where at > clock_timestamp() - interval '{seconds} s'"
+        )
+        return self.fleet.rows(query)[0][0] / seconds
+
+    def half_as_fast_after(self, moment: float, rate: float, timeout: float = 15) -> float:
+        """Wait until half as many as ``rate`` are done in a second; return how long it took.
+
+        Until the first of them, that is.
+        """
+        return wait_until(lambda: self._first_of_many(moment, rate / 2), timeout, 0.1) - moment
+
+    def _first_of_many(self, moment: float, rate: float) -> float | None:
+        least = max(1, round(rate * WINDOW))
+        return self._ask(
+            "select extract(epoch from min(at))::float from"
+            f" (select at, lead(at, {least - 1}) over (order by at) - at as took from done"
+            f" where at > to_timestamp({moment})) t where took <= interval '{WINDOW} s'"
+        )
 
     def _ask(self, query: str) -> float | None:
         try:
