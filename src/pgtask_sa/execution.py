@@ -202,10 +202,15 @@ class Execution:
         """Run one task and write what became of it; both in the claim's transaction."""
         handler = self.handlers[claimed.task_type]
         start = time.perf_counter()
-        self.running = claimed
+        self.running, error = claimed, None
         try:
             error = self._run(handler, claimed)
             verdict = self._settle(claimed, error, handler.policy)
+        except DBAPIError as gone:
+            if sqlstate(gone) not in TIME_LIMITS:
+                raise
+            # met only when the outcome was written; it failed all the same, and counts
+            raise TransactionLost(claimed, error or gone) from gone
         finally:
             self.running = None
         return claimed, verdict, error, time.perf_counter() - start
