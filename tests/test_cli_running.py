@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import noting
 import pytest
+from fleet import Fleet
 from sqlalchemy import text
 
 from pgtask_sa import Task, TaskSession, cli
@@ -91,6 +95,27 @@ class TestWorkers:
         assert {"task_id": 1, "task_type": "MAIL", "leased": False} == busy["tasks"][0]
         assert 0 <= busy["seconds"] < 60
         assert (None, None) == (idle["begun_at"], idle["seconds"])
+
+    def test_a_worker_that_runs_something(self, db_url, direct_url):
+        """What it has noted itself: its host and number, the task that it runs, and since when."""
+        fleet = Fleet(db_url, direct_url=direct_url)
+        command = [sys.executable, "-m", "pgtask_sa", "workers", "--json", "--database-url", db_url]
+
+        def look() -> list[dict[str, Any]]:
+            out = subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+            return json.loads(out)["workers"]
+
+        with fleet.worker("--concurrency", "2") as worker:
+            fleet.enqueue("SLEEP", {"i": 1, "seconds": 60})
+            fleet.until(fleet.runner)
+            (entry,), [(task_id,)] = look(), fleet.rows("select task_id from task")
+            (busy,) = (lane for lane in entry["lanes"] if lane["tasks"])
+            (later,) = (lane for lane in look()[0]["lanes"] if lane["tasks"])
+            assert (socket.gethostname(), worker.pid) == (entry["host"], entry["pid"])
+        expected = [{"task_id": task_id, "task_type": "SLEEP", "leased": False}]
+        assert (True, expected, expected) == (entry["alive"], busy["tasks"], later["tasks"])
+        assert 0 <= busy["seconds"] < later["seconds"] < 60
+        assert busy["begun_at"] == later["begun_at"]
 
     def test_what_is_done_does_not_run(self, document, worker, held, engine):
         """A number is noted until the next claim: the row is gone, or of another version."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from dead_workers import presences
 from running import Running
 from sqlalchemy import create_engine, text
 from waiting import SOON, let_pass
 
 from pgtask_sa import Task, Worker, wakeup
+from pgtask_sa.aside import MOST_HELPERS, Helpers
 from pgtask_sa.events import Events
-from pgtask_sa.loops import Helpers
 from pgtask_sa.mapping import LOCK_CLASS
 from pgtask_sa.trouble import Trouble
 from pgtask_sa.wakeup import Health
@@ -163,6 +164,29 @@ def test_a_single_connection_that_was_ended():
     trouble.connecting()
     trouble.seconds(gone)
     assert ["database.down", "database.up"] == told
+
+
+def test_handlers_that_use_up_the_threads(db_url):
+    """Coroutines that were cancelled leave their threads behind; the worker has its own."""
+    running, release = Running(db_url, concurrency=2, idle_interval=0.2), threading.Event()
+
+    @running.tasks.handler("THREAD", max_attempts=1, timeout=0.2)
+    async def waits(session, params):
+        await asyncio.to_thread(release.wait)
+
+    @running.tasks.handler("A")
+    async def body(session, params):
+        await session.execute(text("insert into mark values (1)"))
+
+    running.enqueue("THREAD", *[{}] * MOST_HELPERS)
+    with running:
+        running.until(lambda: MOST_HELPERS == running.count("dead_task"))
+        for pid in presences(running):  # so that a thread has to note what runs
+            running.execute("select pg_terminate_backend(:pid)", pid=pid)
+        running.enqueue("A")
+        running.until_empty()
+        release.set()
+    assert [1] == running.marks()
 
 
 # -- deadlines -------------------------------------------------------------------------------

@@ -91,6 +91,26 @@ def test_claims_that_fail(trouble: Trouble, code, figures):
     assert [*state, "task.done", "task.done"] == told
 
 
+@pytest.mark.parametrize("code", ["40001", "25P04"])
+def test_a_claim_that_fails_and_then_does_not(trouble: Trouble, code):
+    """A race that was lost, or a process that stood still meanwhile: there is nothing to tell."""
+    running = trouble.running
+    running.execute("create sequence tries")
+    running.execute(
+        "create function fail() returns trigger language plpgsql as $$ begin"
+        f" if nextval('tries') <= 3 then raise 'no' using errcode = '{code}'; end if;"
+        " return old; end $$"
+    )
+    running.execute(
+        "create trigger fail before delete on task for each row execute function fail()"
+    )
+    trouble.enqueue()
+    with running:
+        assert ([1, 1], []) == trouble.outcome()
+    told = running.told("claim.failed", "database.down", "worker.error", "task.retry")
+    assert ([(5,)], []) == (running.rows("select last_value from tries"), told)
+
+
 @pytest.mark.parametrize("code", ["53100", "40001"])
 def test_a_handlers_table_that_fails(trouble: Trouble, code, figures):
     """E12: not the task's fault; it is tried again some times a second."""

@@ -51,19 +51,22 @@ def fleet(db_url) -> Fleet:
 
 @pytest.mark.timeout(90)
 def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_server, figures):
-    """F7: back soon, every time; and one line for each change of state."""
-    fleet, back = Fleet(restartable_db_url), []
+    """F7: back soon, every time, also at its old pace; and one line for each change of state."""
+    fleet, back, rates, as_before = Fleet(restartable_db_url), [], [], []
     with fleet.worker(*OPTIONS) as one, fleet.worker(*OPTIONS) as two:
         started(one, two)
         with Load(fleet) as load:
             for crash in range(5):
                 fleet.until(lambda: connections(fleet) == ALL_CONNECTIONS)
-                load.first_done_after(time.time())
+                load.first_done_after(time.time() + 1)
+                rates.append(load.rate())
                 restartable_server.stop("immediate")
                 let_pass(crash * 0.3)  # the pauses between two tries get longer
                 wait_until(lambda: "database.down" in (changes(one)[-1:] + changes(two)[-1:]), 10)
                 restartable_server.start()
-                back.append(load.first_done_after(time.time()))
+                returned = time.time()
+                back.append(load.first_done_after(returned))
+                as_before.append(load.half_as_fast_after(returned, rates[-1]))
         load.drain()
         found, single = load.lost_and_doubled(), pickup(fleet, -1)
         told = [changes(one), changes(two)]
@@ -72,11 +75,31 @@ def test_five_crashes_of_the_server_under_load(restartable_db_url, restartable_s
         f"{', '.join(f'{s:.2f}' for s in back)} s; a task on the idle system: {single:.3f} s;"
         f" changes told: {[len(each) for each in told]}"
     )
+    figures(
+        f"tasks a second before: {', '.join(f'{rate:.0f}' for rate in rates)}; half as many after"
+        f" {', '.join(f'{s:.2f}' for s in as_before)} s"
+    )
     assert ([], [], 0) == found
-    assert SOON > max(back)
+    assert (True, True) == (SOON > max(back), 2 * SOON > max(as_before))
     assert SOON > single
     assert [True, True] == [alternate(each) and len(each) <= MOST_CHANGES for each in told]
     assert [] == events(one, "worker.error", "listener.down") + events(two, "worker.error")
+
+
+@pytest.mark.parametrize("task_type", ["SLEEP", "ASYNC_SLEEP", "QUERY"])
+def test_the_row_of_a_killed_worker(fleet: Fleet, task_type, figures):
+    """F3: it is free within a second, for whoever comes, also while the server works on a query."""
+    with fleet.worker() as worker:
+        fleet.enqueue(task_type, {"i": 1, "seconds": 60})
+        fleet.until(fleet.runner)
+        assert [] == fleet.attempts()
+        worker.kill()
+        killed = time.monotonic()
+        fleet.until(lambda: [0] == fleet.attempts())
+        took = time.monotonic() - killed
+    figures(f"{task_type}: the row is free {took:.2f} s after SIGKILL")
+    assert SOON > took
+    assert ([], 0) == (fleet.done(), fleet.count("dead_task"))
 
 
 @pytest.mark.timeout(60)

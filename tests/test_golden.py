@@ -101,6 +101,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "withdraw_sleep": statements.withdraw_sleep,
     "end_transaction": statements.end_transaction,
     "hold_presence": presence_statements.hold_presence,
+    "try_presence": presence_statements.try_presence,
+    "end_predecessor": presence_statements.end_predecessor,
     "enlist": lambda: presence_statements.enlist(TASK),
     "note_claim": lambda: presence_statements.note_claim(TASK),
     "renumber": lambda: presence_statements.renumber(TASK),
@@ -144,6 +146,7 @@ MODULES = (
 )
 # Public functions of these modules that return parts of statements, or no SQL.
 PARTS = {
+    "lock_holders",
     "server_now",
     "some_of_kind",
     "kinds_of",

@@ -70,6 +70,31 @@ def test_a_deadlock_between_two_handlers(db_url):
     assert ["database"] == retries
 
 
+END_AT_COMMIT = """
+create function farewell() returns trigger language plpgsql as
+  $$ begin perform pg_terminate_backend(pg_backend_pid()); return null; end $$;
+create constraint trigger farewell after insert on mark deferrable initially deferred
+  for each row execute function farewell()
+"""
+
+
+def test_a_connection_that_is_always_lost_at_commit(db_url, monkeypatch):
+    """Once it is nobody's fault; if it goes on like this, the task is not tried for ever."""
+    monkeypatch.setattr("pgtask_sa.arrears.MAX_BLAMELESS", 2)
+    running, starts = Running(db_url, concurrency=1), []
+
+    @running.tasks.handler("A", max_attempts=2, backoff=0)
+    def body(session, params, task):
+        starts.append(task.attempt)
+        session.execute(text("insert into mark values (1)"))
+
+    running.execute(END_AT_COMMIT)
+    running.enqueue("A")
+    with running:
+        running.until(lambda: running.count("dead_task"))
+    assert ([1, 1, 1, 2], []) == (starts, running.marks())
+
+
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_a_commit_whose_answer_is_lost(db_url, proxy, kind):
     """B10: the row's presence is the truth: it was committed, so it does not run again."""

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
-from fleet import HERE, Fleet
+from faults import Load, alternate, changes
+from fleet import HERE, Fleet, events, started
 from own_models import UniqueJob
 from pgbouncer import PgBouncer, pgbouncer, program
 from processes import WorkerProcess
@@ -23,7 +24,7 @@ from proxy import TcpProxy
 from running import Running
 from sqlalchemy import Engine, create_engine, event, make_url, text
 from sweeping import Sweeper
-from waiting import SOON
+from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import Discard, TaskSession, wakeup
 from pgtask_sa.engines import database_url, is_pooled, worker_async_engine, worker_engine
@@ -32,6 +33,8 @@ from pgtask_sa.worker_arguments import make_parser
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from postgres_server import PostgresServer
 
 NEVER = 60  # seconds; far longer than anything here may take
 SETTINGS = ("client_connection_check_interval", "datestyle", "idle_in_transaction_session_timeout")
@@ -367,6 +370,64 @@ def test_exactly_once_whoever_is_killed(direct_db_url, pooled_url):
                 workers[size] = worker(size)
         fleet.until(lambda: fleet.count() == 0, 30)
     assert (list(range(total)), 0) == (fleet.done(), fleet.count("dead_task"))
+
+
+@contextmanager
+def _server_down(server: PostgresServer, _pooler: PgBouncer) -> Iterator[None]:
+    server.stop("immediate")
+    yield
+    server.start()
+
+
+@contextmanager
+def _pooler_down(_server: PostgresServer, pooler: PgBouncer) -> Iterator[None]:
+    pooler.kill()
+    yield
+    pooler.start()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("outage", [_server_down, _pooler_down], ids=["server", "pooler"])
+def test_crashes_under_load(restartable_db_url, restartable_server, outage, figures):
+    """F7: of the server behind the pooler, or of the pooler itself; everybody goes through it.
+
+    Nothing is lost, nothing doubled, and it comes back by itself. One worker listens beside it.
+    """
+    if program() is None:
+        pytest.skip("needs the program pgbouncer")
+    fleet, back = Fleet(restartable_db_url), []
+    options = ("--log-format", "json", "--idle-interval", "30", "--concurrency", "2")
+    with pgbouncer(restartable_server.admin_url) as pooler:
+        url = pooler.url(restartable_db_url)
+        direct = ("--direct-url", restartable_db_url)
+        with (
+            fleet.worker(*options, url=url) as one,
+            fleet.worker(*options, *direct, url=url) as two,
+        ):
+            started(one, two)
+            with Load(fleet, through=url) as load:
+                for crash in range(4):
+                    so_far = len(load.confirmed)
+                    wait_until(lambda least=so_far + 200: len(load.confirmed) > least, 20)
+                    with outage(restartable_server, pooler):
+                        let_pass(crash * 0.4)
+                    back.append(load.first_done_after(time.time()))
+            load.drain()
+            began = time.monotonic()
+            fleet.enqueue("ROW", {"i": -1})
+            fleet.until(lambda: fleet.done()[0] == -1)
+            single, found = time.monotonic() - began, load.lost_and_doubled()
+        told = [changes(one), changes(two)]
+        unknown = len(events(one, "commit.unknown") + events(two, "commit.unknown"))
+    figures(
+        f"{len(load.confirmed)} confirmed, {len(load.unknown)} unknown; workers' COMMITs without an"
+        f" answer: {unknown}; back after {', '.join(f'{s:.2f}' for s in back)} s; one task"
+        f" afterwards: {single:.2f} s; changes told: {[len(each) for each in told]}"
+    )
+    assert ([], [], 0) == found
+    assert (True, True) == (2 * SOON > max(back), SOON > single)
+    assert [True, True] == [alternate(each) for each in told]
+    assert [] == events(one, "worker.error") + events(two, "worker.error")
 
 
 # -- waking up -------------------------------------------------------------------------------

@@ -99,6 +99,26 @@ def test_a_worker_that_is_stopped(running):
     assert (3, [1], [1], []) == (running.code, first.starts, second.starts, running.rows(ENTRIES))
 
 
+def test_a_worker_that_is_stopped_after_it_lost_its_connection(running):
+    """It takes its entry out all the same: what it cuts off is not counted as a death."""
+    running.options["grace"] = 0.1
+    first = _transactional(running)
+    with running:
+        running.enqueue("A")
+        running.until(lambda: first.waiting)
+        for pid in presences(running):
+            running.execute("select pg_terminate_backend(:pid)", pid=pid)
+        running.worker.stop()
+        running.wait()
+    assert [] == running.rows(ENTRIES)
+    again = Running(running.url)
+    second = _transactional(again, released=True)
+    with again:
+        again.until_empty()
+    first.release.set()
+    assert ([1], [1]) == (first.starts, second.starts)
+
+
 def test_a_process_that_is_told_to_stop(db_url, direct_url, tmp_path):
     """SIGTERM, its grace over: uncounted as well."""
     fleet = Fleet(db_url, direct_url=direct_url, target="poison_tasks:tasks")

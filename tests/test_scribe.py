@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from running import Running
 from sqlalchemy import create_engine, text
+from sqlalchemy.exc import DBAPIError
 from waiting import let_pass, wait_until
 
 from pgtask_sa import Task
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
-from pgtask_sa.engines import worker_engine
+from pgtask_sa.engines import EARS, worker_engine
 from pgtask_sa.events import Events
 from pgtask_sa.presence import Presence
+from pgtask_sa.presence_table import LOCK_CLASS
 from pgtask_sa.scribe import Scribe
 
 if TYPE_CHECKING:
@@ -63,6 +66,10 @@ class Notes:
         statement = f"select {columns} from task_worker order by lane"  # noqa: S608
         with self.admin.connect() as connection:
             return list(connection.scalars(text(statement)))
+
+    def count(self, what: str) -> int:
+        with self.admin.connect() as connection:
+            return connection.scalar(text(f"select count(*) from {what}"))  # noqa: S608
 
     def cut(self) -> None:
         """End the server process of the entry's connection."""
@@ -205,6 +212,70 @@ def test_a_row_that_is_somewhere_else(notes: Notes):
 
 def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_server_that_has_not_missed_the_connection(notes: Notes):
+    """It holds the worker's lock for the session before, which is ended, and not waited for."""
+    statement = f"select pg_advisory_lock({LOCK_CLASS}, {notes.presence.worker_id})"
+    with notes.admin.connect() as predecessor:
+        waiting = threading.Thread(target=predecessor.execute, args=[text(statement)])
+        waiting.start()
+        wait_until(lambda: notes.count("pg_locks where locktype = 'advisory'") == 2)
+        notes.cut()
+        waiting.join(10)
+        notes.presence.note(1, batch(7))
+        assert [[7], [0], [0]] == notes.rows()
+        with pytest.raises(DBAPIError):
+            predecessor.execute(text("select 1"))
+        predecessor.invalidate()
+
+
+def test_no_file_descriptors_for_a_moment(notes: Notes, monkeypatch):
+    """The note is left to a thread, and the next one is sent as usual."""
+
+    async def work(scribe: Scribe) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr("os.dup", _raise)
+            first = await scribe.note(1, batch(7))
+        notes.presence.note(1, batch(7))
+        return first, await scribe.note(1, batch(8))
+
+    assert (False, True) == notes.run(work)
+
+
+def _raise(*_: Any) -> None:
+    raise OSError(24, "Too many open files")
+
+
+def test_the_answer_for_another_loop(notes: Notes):
+    """One that was given up and comes back does not read what its successor waits for."""
+
+    async def work(scribe: Scribe) -> Any:
+        other = Scribe(notes.presence)
+        under_way = scribe.note(1, batch(7))
+        await asyncio.sleep(0)
+        other._sent = []
+        for _ in range(5):
+            other._see()
+            let_pass(LOOK)
+        return await under_way
+
+    assert notes.run(work) is True
+
+
+def test_a_child_keeps_no_socket(notes: Notes):
+    """A process that a handler forks does not keep the connection of a dead worker open."""
+
+    async def work(scribe: Scribe) -> Any:
+        await scribe.note(1, batch(7))
+        child = os.fork()
+        if not child:
+            os._exit(0 if all(os.path.samestat(null, os.fstat(ear)) for ear in EARS) else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # noqa: ASYNC222
+        return code, await scribe.note(1, batch(8))
+
+    null = Path(os.devnull).stat()
+    assert (0, True) == notes.run(work)
 
 
 def test_no_socket_stays_open(notes: Notes):

@@ -208,6 +208,7 @@ def server_keepalives() -> list[tuple[str, str]]:
 # A process that a handler forks inherits our sockets. It could speak on them; and as long as it
 # lives the server takes a killed worker for alive, and keeps its rows.
 _OURS: WeakSet[Any] = WeakSet()
+EARS: set[int] = set()  # further numbers of their sockets
 
 
 def _let_go_of_sockets() -> None:
@@ -219,6 +220,8 @@ def _let_go_of_sockets() -> None:
     for driver in list(_OURS):
         with suppress(Exception):  # it was closed
             os.dup2(nothing, driver.pgconn.socket)
+    for ear in EARS:
+        os.dup2(nothing, ear)
     os.close(nothing)
 
 

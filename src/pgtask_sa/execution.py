@@ -202,10 +202,15 @@ class Execution:
         """Run one task and write what became of it; both in the claim's transaction."""
         handler = self.handlers[claimed.task_type]
         start = time.perf_counter()
-        self.running = claimed
+        self.running, error = claimed, None
         try:
             error = self._run(handler, claimed)
             verdict = self._settle(claimed, error, handler.policy)
+        except DBAPIError as gone:
+            if sqlstate(gone) not in TIME_LIMITS:
+                raise
+            # met only when the outcome was written; it failed all the same, and counts
+            raise TransactionLost(claimed, error or gone) from gone
         finally:
             self.running = None
         return claimed, verdict, error, time.perf_counter() - start
@@ -332,6 +337,7 @@ class Execution:
                 if batch:
                     self._tell_unknown(batch)
                 self._give_up(transaction)
+                self._bear_unknown(batch, error)
                 raise
             self._roll_back(transaction)
             if is_blameless(error):
@@ -347,6 +353,12 @@ class Execution:
             level=logging.WARNING,
             task_ids=[claimed.task_id for claimed in batch],
         )
+
+    def _bear_unknown(self, batch: list[Claimed], error: BaseException) -> None:
+        """Count it where it goes on like this: something ends the connection of just this task."""
+        for claimed in batch:
+            if not self.arrears.bear(claimed, error):  # if it is done after all, nothing is counted
+                self.arrears.owed.append(TransactionLost(claimed, error))
 
     def _commit_checked(
         self, transaction: Any, batch: list[Claimed], finished: list[Report]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
+from pgtask_sa.aside import aside
 from pgtask_sa.calls import T, in_one_process, in_one_process_async
 from pgtask_sa.errors import TaskFailed
 from pgtask_sa.handlers import Handler
@@ -79,7 +81,7 @@ class AsyncFace:
 
     def aside(self, work: Callable[[], T]) -> T:
         """Do it in a thread, while the event loop goes on."""
-        return self.wait(asyncio.to_thread(work))
+        return self.wait(aside(work))
 
     def wait(self, awaitable: Awaitable[T]) -> T:
         """Await something, from within the synchronous code."""
@@ -107,7 +109,7 @@ class AsyncFace:
             self._running = None
         if not running.done():
             if not await self._cancel(running):
-                await asyncio.to_thread(self.watchdog.expire, self.lane, claimed)
+                await aside(partial(self.watchdog.expire, self.lane, claimed))
             raise timed_out(handler.timeout or 0.0)
         error = running.result()
         if error is not None:

@@ -22,6 +22,7 @@ from sqlalchemy.orm import Session
 
 from pgtask_sa.admission import Admission
 from pgtask_sa.arrears import Arrears
+from pgtask_sa.aside import aside
 from pgtask_sa.calls import Face
 from pgtask_sa.claim_orders import ClaimOptions
 from pgtask_sa.doorbell import Doorbell
@@ -289,7 +290,7 @@ class AsyncLane:
             if self._over():
                 return 0
             await connection.run_sync(lambda _connection: execution.pause())
-            await asyncio.to_thread(self.shared.rest, self)
+            await aside(partial(self.shared.rest, self))
             await asyncio.sleep(LOOK)
         try:
             return await connection.run_sync(lambda _connection: execution.sweep())
@@ -326,7 +327,7 @@ class AsyncLane:
 
     async def _rest(self, entry: int) -> None:
         if not await self.scribe.note(entry, []):
-            await asyncio.to_thread(self.shared.rest, self)
+            await aside(partial(self.shared.rest, self))
 
     def note(self, batch: Sequence[Claimed]) -> None:
         """Note what is to run; the loop goes on meanwhile."""

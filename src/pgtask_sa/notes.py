@@ -93,11 +93,15 @@ class Notes:
             psycopg.Error: it could not be committed.
         """
         if note.lane in self.places:
-            given = self._given(note)
-            if self._learn(note, checked(pgconn.exec_prepared(self._in_place.name, given))):
+            found = self._execute(pgconn, self._in_place, self._values(note))
+            if self._learn(note, found):
                 return True
-        given = self._by_number.parameters({**note.values, **self._number(note)})
-        return self._learn(note, checked(pgconn.exec_prepared(self._by_number.name, given)))
+        given = {**note.values, **self._number(note)}
+        return self._learn(note, self._execute(pgconn, self._by_number, given))
+
+    @staticmethod
+    def _execute(pgconn: Any, wired: Wired, values: dict[str, Any]) -> Any:
+        return checked(pgconn.exec_prepared(wired.name, wired.parameters(values)))
 
     def enlisted(self) -> None:
         """Forget where rows are: they have been written anew, with their first numbers."""
@@ -115,15 +119,19 @@ class Notes:
             psycopg.Error: the connection is lost.
         """
         name = self._in_place.name
-        commands = [Command(b"", self._given(note), name) for note in notes]
+        given = [self._in_place.parameters(self._values(note)) for note in notes]
+        commands = [Command(b"", values, name) for values in given]
         self._flight = Flight(notes, Message(pgconn, commands), landed)
 
-    def see(self) -> list[bool] | None:
-        """Read what there is of the answer; return which notes were written, if that is known."""
+    def see(self, landed: Landed) -> list[bool] | None:
+        """Read what there is of the answer; return which notes were written, if that is known.
+
+        Not if they are another's than those for which ``landed`` is to be told.
+        """
         flight = self._flight
-        if flight is None:
+        if flight is None or flight.landed != landed:
             return None
-        flight.message.proceed()
+        flight.message.read_all()
         return None if flight.message.answers is None else self._end(flight)
 
     def land(self) -> None:
@@ -139,9 +147,8 @@ class Notes:
             return [False] * len(flight.notes)
         return [self._learn(*each) for each in zip(flight.notes, answers.results, strict=True)]
 
-    def _given(self, note: Note) -> list[bytes | None]:
-        place = {"place": self.places[note.lane]}
-        return self._in_place.parameters({**note.values, **self._number(note), **place})
+    def _values(self, note: Note) -> dict[str, Any]:
+        return {**note.values, **self._number(note), "place": self.places[note.lane]}
 
     def _number(self, note: Note) -> dict[str, int]:
         times = self._written[note.lane] // NOTES_PER_NUMBER

@@ -76,6 +76,12 @@ class Message:
             if self._pgconn.status == pq.ConnStatus.OK:
                 self._pgconn.exit_pipeline_mode()
 
+    def read_all(self) -> None:
+        """Read until there is nothing more: of a dead connection a loop may tell only once."""
+        self.proceed()
+        while self.answers is None and readable([self._pgconn.socket], 0.0):
+            self.proceed()
+
     def wait(self) -> Answers:
         """Wait for all answers."""
         while self.answers is None:

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import psycopg
 from sqlalchemy import Connection, Engine, Table
+from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import presence_statements as statements
 from pgtask_sa.claim import ROW_VERSION, TOUCHED
@@ -42,6 +42,7 @@ T = TypeVar("T")
 
 # The entry may be lost with a crash of the server, which takes all claims along anyway.
 NO_WAIT = "set synchronous_commit = off"
+QUICK = 1.0  # seconds
 LOOK, LOOKS = 0.02, 15  # seconds between looks whether a worker is dead, and how many
 POOLED = (
     "through a pooler: what runs is not noted, and a task that kills its worker is tried again "
@@ -178,14 +179,22 @@ class Presence:
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
         with self._lock:
-            self._notes.land()
-            if self._connection is None:
-                return
+            start = time.monotonic()
             try:
-                me = {"worker_id": self.worker_id}
-                self._connection.execute(statements.dismiss(self.task), me)
+                self._dismiss()
+            except DBAPIError:
+                self._close()
+                if time.monotonic() - start > QUICK:
+                    raise  # nobody is to wait twice for a network that is dark
+                self._dismiss()
             finally:
                 self._close()
+
+    def _dismiss(self) -> None:
+        self._notes.land()
+        if self._lanes:
+            me = {"worker_id": self.worker_id}
+            self._connected().execute(statements.dismiss(self.task), me)
 
     # -- the connection --------------------------------------------------------------------------
 
@@ -222,13 +231,20 @@ class Presence:
     def _introduce(self, connection: Connection) -> None:
         if self._is_direct:
             connection.exec_driver_sql(NO_WAIT)
-            connection.execute(statements.hold_presence(), {"worker_id": self.worker_id})
+            self._hold_lock(connection)
             self._notes.prepare(self._driver.pgconn)
             self._look_for_dead(connection)
         elif not self._told:
             self._told = True
             self.events.emit("presence.pooled", POOLED, level=logging.WARNING)
         self._write_lanes(connection, range(1, self._lanes + 1))
+
+    def _hold_lock(self, connection: Connection) -> None:
+        """Say that this worker lives; also if the server has not missed the connection before."""
+        me = {"worker_id": self.worker_id}
+        if not connection.scalar(statements.try_presence(), me):
+            connection.execute(statements.end_predecessor(), me)
+            connection.execute(statements.hold_presence(), me)
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
         connection.execute(statements.renumber(self.task), {"me": self.worker_id})
@@ -284,22 +300,24 @@ class Presence:
             pgconn = self._driver.pgconn
             watch(pgconn)
             self._notes.send(pgconn, notes, landed)
-        except psycopg.Error:
+        except Exception:  # noqa: BLE001 - no file descriptors, say; a thread will see what it is
             self._close()
             return False
         finally:
             self._lock.release()
         return True
 
-    def see(self) -> list[bool] | None:
+    def see(self, landed: Landed) -> list[bool] | None:
         """Read what there is of the answer, without waiting; return which notes were written.
+
+        ``landed`` is what was given to `send`.
 
         None: that is not known yet, or somebody else sees to it.
         """
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            return self._notes.see()
+            return self._notes.see(landed)
         finally:
             self._lock.release()
 

@@ -28,7 +28,8 @@ from sqlalchemy import (
     true,
     update,
 )
-from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy import table as sql_table
+from sqlalchemy.dialects.postgresql import ARRAY, OID
 from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.types import UserDefinedType
 
@@ -37,6 +38,7 @@ from pgtask_sa.rows import quoted
 
 # Without a lock to look at: so long after its last word a worker is taken for dead.
 SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
+LOCKS = ("locktype", "database", "classid", "objid", "objsubid", "granted", "pid")
 CLASS = literal_column(str(LOCK_CLASS), Integer)
 MINE = bindparam("worker_id", type_=Integer)
 ME = bindparam("me", type_=Integer)  # not called as the column: that would be a value to set
@@ -51,6 +53,32 @@ def _clock() -> ColumnElement[Any]:
 def hold_presence() -> Select[Any]:
     """Hold the lock that says that ``:worker_id`` lives, as long as the connection does."""
     return select(func.pg_advisory_lock(CLASS, MINE))
+
+
+def try_presence() -> Select[Any]:
+    """Hold that lock, if nobody does; true or false comes back."""
+    return select(func.pg_try_advisory_lock(CLASS, MINE))
+
+
+def lock_holders(worker_id: ColumnElement[Any]) -> Select[Any]:
+    """List the server processes that hold the lock of a worker, in this database."""
+    locks = sql_table("pg_locks", *map(column, LOCKS), schema="pg_catalog").c
+    databases = sql_table("pg_database", column("oid"), column("datname"), schema="pg_catalog").c
+    here = select(databases.oid).where(databases.datname == func.current_database())
+    return select(locks.pid).where(
+        locks.locktype == literal_column("'advisory'"),
+        locks.database == here.scalar_subquery(),
+        locks.classid == cast(literal_column(str(LOCK_CLASS)), OID),
+        locks.objid == cast(worker_id, OID),
+        locks.objsubid == literal_column("2"),  # of two integers, not of one bigint
+        locks.granted,
+    )
+
+
+def end_predecessor() -> Select[Any]:
+    """End the session that holds that lock: a client's whose end the server has not noticed."""
+    holders = lock_holders(MINE).subquery("holders")
+    return select(func.pg_terminate_backend(holders.c.pid))
 
 
 def enlist(task: Table) -> Insert:

@@ -30,10 +30,11 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy import table as sql_table
-from sqlalchemy.dialects.postgresql import ARRAY, OID
+from sqlalchemy.dialects.postgresql import ARRAY
 
 from pgtask_sa.mapping import TASK_COLUMNS
-from pgtask_sa.presence_table import LOCK_CLASS, NUMBERS
+from pgtask_sa.presence_statements import lock_holders
+from pgtask_sa.presence_table import NUMBERS
 from pgtask_sa.rows import quoted
 from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
 
@@ -217,33 +218,13 @@ def lanes(workers: Table, now: Now | None = None) -> Select[Any]:
     c = workers.c
     moment = server_now() if now is None else now
     recent = c.seen_at > moment - literal_column(f"interval '{ABSENT} seconds'")
-    alive = case((c.is_direct, _holds_lock(c.worker_id)), else_=recent)
+    alive = case((c.is_direct, lock_holders(c.worker_id).exists()), else_=recent)
     begun = cast(c.begun_at, Text).label("begun")
     columns = [column for column in c if column.name not in ("lane", "server_started_at")]
     lane = func.mod(c.lane, literal_column(str(NUMBERS), Integer)).label("lane")
     return select(lane, *columns, begun, alive.label("alive")).order_by(c.worker_id, lane)
 
 
-def _holds_lock(worker_id: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Say whether the advisory lock on the number of a worker is held, in this database."""
-    locks = sql_table("pg_locks", *map(column, LOCKS), schema="pg_catalog").c
-    databases = sql_table("pg_database", column("oid"), column("datname"), schema="pg_catalog").c
-    here = select(databases.oid).where(databases.datname == func.current_database())
-    return (
-        select(literal(1))
-        .where(
-            locks.locktype == literal_column("'advisory'"),
-            locks.database == here.scalar_subquery(),
-            locks.classid == cast(literal_column(str(LOCK_CLASS)), OID),
-            locks.objid == cast(worker_id, OID),
-            locks.objsubid == literal_column("2"),  # of two integers, not of one bigint
-            locks.granted,
-        )
-        .exists()
-    )
-
-
-LOCKS = ("locktype", "database", "classid", "objid", "objsubid", "granted")
 ABSENT = 60  # seconds
 
 

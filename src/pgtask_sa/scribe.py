@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from pgtask_sa.engines import EARS
 from pgtask_sa.notes import Note
 from pgtask_sa.presence import Presence
 from pgtask_sa.settle import Claimed
@@ -51,6 +52,7 @@ class Scribe:
         """Listen no more; call it before the loop ends."""
         if self._ear is not None:
             self._loop.remove_reader(self._ear)
+            EARS.discard(self._ear)
             os.close(self._ear)
         self._pgconn = self._ear = None
 
@@ -72,6 +74,7 @@ class Scribe:
         if pgconn is not self._pgconn:
             self.close()
             self._ear = os.dup(pgconn.socket)
+            EARS.add(self._ear)
             self._pgconn = pgconn
             self._loop.add_reader(self._ear, self._see)
 
@@ -79,7 +82,7 @@ class Scribe:
         if self._sent is None:  # it is for a thread, or the connection is closed
             self.close()
             return
-        written = self.presence.see()
+        written = self.presence.see(self._landed)
         if written is not None:
             self._tell(written)
 

@@ -1,4 +1,4 @@
-SELECT mod(task_worker.lane, 65536) AS lane, task_worker.worker_id, task_worker.host, task_worker.pid, task_worker.started_at, task_worker.seen_at, task_worker.is_direct, task_worker.backend_pid, task_worker.begun_at, task_worker.task_ids, task_worker.row_versions, CAST(task_worker.begun_at AS TEXT) AS begun, CASE WHEN task_worker.is_direct THEN EXISTS (SELECT %(param_1)s::INTEGER AS anon_1
+SELECT mod(task_worker.lane, 65536) AS lane, task_worker.worker_id, task_worker.host, task_worker.pid, task_worker.started_at, task_worker.seen_at, task_worker.is_direct, task_worker.backend_pid, task_worker.begun_at, task_worker.task_ids, task_worker.row_versions, CAST(task_worker.begun_at AS TEXT) AS begun, CASE WHEN task_worker.is_direct THEN EXISTS (SELECT pg_catalog.pg_locks.pid
 FROM pg_catalog.pg_locks
 WHERE pg_catalog.pg_locks.locktype = 'advisory' AND pg_catalog.pg_locks.database = (SELECT pg_catalog.pg_database.oid
 FROM pg_catalog.pg_database

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 KINDS = ("ROW", "ASYNC_ROW")
+WINDOW = 0.5  # seconds over which it is said how many are done in a second
 
 
 class Load:
@@ -34,11 +35,18 @@ class Load:
 
     The handlers of process_tasks insert the number of their task into ``done``, which has no
     constraint: a task that was run twice is there twice. They have one attempt, so a task of which
-    an attempt was counted is in the error queue.
+    an attempt was counted is in the error queue. With ``through``, the URL of a pooler, that is
+    their way.
     """
 
-    def __init__(self, fleet: Fleet, *, threads: int = 2, pause: float = 0.002) -> None:
+    def __init__(
+        self, fleet: Fleet, *, threads: int = 2, pause: float = 0.002, through: str | None = None
+    ) -> None:
         self.fleet = fleet
+        self._engine = fleet.engine
+        if through:
+            unprepared = {"prepare_threshold": None}
+            self._engine = create_engine(through, poolclass=NullPool, connect_args=unprepared)
         self.pause = pause
         self.confirmed: list[int] = []
         self.unknown: list[int] = []  # the COMMIT was sent, or may have been, and not answered
@@ -66,7 +74,7 @@ class Load:
         number = first
         while not self._stop.is_set():
             try:
-                with self.fleet.engine.connect() as connection:
+                with self._engine.connect() as connection:
                     while not self._stop.wait(self.pause):
                         self._commit_one(connection, number)
                         number += step
@@ -93,6 +101,29 @@ class Load:
             f"select extract(epoch from min(at))::float from done where at > to_timestamp({moment})"
         )
         return wait_until(lambda: self._ask(query), timeout, 0.02) - moment
+
+    def rate(self, seconds: float = 1.0) -> float:
+        """Return how many were done in each of the last seconds."""
+        query = (
+            "select count(*)::float from done"
+            f" where at > clock_timestamp() - interval '{seconds} s'"
+        )
+        return self.fleet.rows(query)[0][0] / seconds
+
+    def half_as_fast_after(self, moment: float, rate: float, timeout: float = 15) -> float:
+        """Wait until half as many as ``rate`` are done in a second; return how long it took.
+
+        Until the first of them, that is.
+        """
+        return wait_until(lambda: self._first_of_many(moment, rate / 2), timeout, 0.1) - moment
+
+    def _first_of_many(self, moment: float, rate: float) -> float | None:
+        least = max(1, round(rate * WINDOW))
+        return self._ask(
+            "select extract(epoch from min(at))::float from"
+            f" (select at, lead(at, {least - 1}) over (order by at) - at as took from done"
+            f" where at > to_timestamp({moment})) t where took <= interval '{WINDOW} s'"
+        )
 
     def _ask(self, query: str) -> float | None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -35,6 +36,9 @@ pool_mode = transaction
 """
 _SETTINGS = {"default_pool_size": 20, "max_client_conn": 1000, "server_login_retry": 1}
 
+# Nobody's outgoing connection gets one of these while the pooler is down.
+_PORTS = range(20_000, 32_000)
+
 
 def program() -> str | None:
     """Return where PgBouncer is, if it is anywhere."""
@@ -42,15 +46,38 @@ def program() -> str | None:
 
 
 class PgBouncer:
-    """A running pooler on `port`."""
+    """A pooler on `port`, configured by a file in `home`, which may be killed and started again."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, program: str, port: int, home: Path) -> None:
         self.port = port
+        self.home = home
+        # it refuses to be root; it reads its file before it becomes somebody else
+        account = ["-u", "nobody"] if os.geteuid() == 0 else []
+        self._command = [program, "-q", *account, str(home / "pgbouncer.ini")]
 
     def url(self, db_url: str) -> str:
         """Return the URL of the same database through the pooler."""
         through = make_url(db_url).set(host="127.0.0.1", port=self.port)
         return through.render_as_string(hide_password=False)
+
+    def start(self) -> None:
+        """Start it and wait until it takes connections."""
+        with (self.home / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._guardian = Guardian(_STOP_AND_REMOVE, str(self._process.pid), str(self.home))
+        _wait_until_ready(self._process, self.port, self.home / "log")
+
+    def kill(self) -> None:
+        """SIGKILL: all connections through it end, and nobody is told why."""
+        self._process.kill()
+        self._process.wait()
+        self._guardian.dismiss()
 
 
 @contextmanager
@@ -63,21 +90,12 @@ def pgbouncer(server_url: str, **settings: int | str) -> Iterator[PgBouncer]:
     port = _free_port()
     config = home / "pgbouncer.ini"
     config.write_text(_config(server_url, port, {**_SETTINGS, **settings}))
-    with (home / "log").open("wb") as log:
-        # it refuses to be root; it reads its file before it becomes somebody else
-        account = ["-u", "nobody"] if os.geteuid() == 0 else []
-        command = [found, "-q", *account, str(config)]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-    guardian = Guardian(_STOP_AND_REMOVE, str(process.pid), str(home))
+    pooler = PgBouncer(found, port, home)
+    pooler.start()
     try:
-        _wait_until_ready(process, port, home / "log")
-        yield PgBouncer(port)
+        yield pooler
     finally:
-        process.kill()
-        process.wait()
-        guardian.dismiss()
+        pooler.kill()
         shutil.rmtree(home, ignore_errors=True)
 
 
@@ -94,9 +112,12 @@ def _config(server_url: str, port: int, settings: Mapping[str, Any]) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    for port in random.sample(_PORTS, 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the pooler does it
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port in {_PORTS}")
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
