@@ -16,6 +16,7 @@ from waiting import let_pass, wait_until
 from pgtask_sa import Discard, Retry, Snooze, TaskRegistry, TaskSession
 from pgtask_sa.errors import LeaseLost
 from pgtask_sa.fence import PAST_FENCE
+from pgtask_sa.leases import LeasedRuns
 from pgtask_sa.testing import drain
 
 LEASED = "select attempts, lease_token is not null, run_at > now() from task"
@@ -55,6 +56,33 @@ def test_no_transaction_is_open_while_it_runs(running, kind):
         running.until_empty()
     assert ([1], [1], ["task.done"]) == (long.starts, running.marks(), running.told("task.done"))
     assert [] == running.rows("select 1 from dead_task")
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_lease_whose_task_was_not_begun(running, kind, monkeypatch, stops):
+    """The claim was committed, then came a cut: given back at once, and nothing is counted."""
+    long = Long().register(running, kind, lease=3600, max_attempts=1)
+    long.release.set()
+    whole, cuts = LeasedRuns.run, []
+
+    def cut(runs: LeasedRuns) -> None:
+        if not runs.execution.granted or cuts:
+            return whole(runs)
+        cuts.append(running.rows(LEASED))
+        if stops:
+            running.worker.stop(now=True)
+        raise ConnectionError("lost")
+
+    monkeypatch.setattr(LeasedRuns, "run", cut)
+    with running:
+        running.enqueue("LONG")
+        if stops:
+            running.wait()
+            running.until(lambda: [(0, False, False)] == running.rows(LEASED))
+        else:
+            running.until_empty()
+    assert ([[(1, True, True)]], [] if stops else [1]) == (cuts, long.starts)
+    assert [] == _dead(running)
 
 
 def test_what_it_commits_stays(running, kind):

@@ -312,9 +312,10 @@ class Crew:
 
     def _cut_off(self, connection: Connection, execution: Execution) -> None:
         claimed, lease = execution.running, execution.lease
-        if lease is not None:
-            connection.execute(release_lease(self.plan.tables.task), lease.key)
-        elif claimed is not None:
+        for each in (lease, *execution.unrun):
+            if each is not None:
+                connection.execute(release_lease(self.plan.tables.task), each.key)
+        if claimed is not None and lease is None:
             row = claimed.values
             ended = {"pid": row[BACKEND_PID], "begun": row[BEGUN_AT]}
             connection.execute(end_transaction(), ended)

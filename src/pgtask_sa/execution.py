@@ -178,6 +178,11 @@ class Execution:
             self.on_full()  # wake another lane before the work begins, and not before it can
         return reports + [self._attempt(claimed) for claimed in batch]
 
+    @property
+    def unrun(self) -> list[Lease]:
+        """What was leased and has not begun; perhaps not leased at all, if a COMMIT was cut off."""
+        return self.granted + ([] if self.admission is None else self.admission.leases)
+
     def _keep_leases(self) -> None:
         if self.admission is not None:
             self.granted += self.admission.leases

@@ -39,7 +39,7 @@ from pgtask_sa.settle import Claimed, Tables
 from pgtask_sa.solitude import LOOK, Gate, Solitary
 from pgtask_sa.trouble import Trouble
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wakeup import Health
+from pgtask_sa.wakeup import DATABASE_ERRORS, Health
 from pgtask_sa.watchdog import Watch, Watchdog
 
 
@@ -83,6 +83,7 @@ class Shared:
 
     def execution(self, lane: Lane, connection: Connection, face: Face) -> Execution:
         """Set a lane's fresh connection up to run claims; call it where SQL may be run."""
+        face.aside(partial(self.give_back, lane))
         self.inspect(connection)
         self.roster.refresh(connection)
         types = self.roster.types[lane.kind]
@@ -107,6 +108,11 @@ class Shared:
             lane.entry = face.aside(self.presence.enlist)
         settler = execution.settler
         return Admission(self.presence, lane.entry, face, settler, self.handlers, note=lane.note)
+
+    def give_back(self, lane: Lane) -> None:
+        """End the leases that a lane has not begun with: it was cut off, or its connection was."""
+        if lane.execution is not None:
+            self.keeper.release(lane.execution.unrun)
 
     def rest(self, lane: Lane) -> None:
         """Note that a lane runs nothing now."""
@@ -158,6 +164,8 @@ class SyncLane(threading.Thread):
             except BaseException as error:  # noqa: BLE001 - a lane that dies takes capacity along
                 if not self._over():
                     self.shared.stopping.wait(self.trouble.seconds(error))
+        with suppress(*DATABASE_ERRORS):
+            self.shared.give_back(self)
         if not self.abandoned:
             self.shared.bell.leave()
 
@@ -262,6 +270,8 @@ class AsyncLane:
             except BaseException as error:  # noqa: BLE001
                 if not self._over():
                     await asyncio.sleep(self.trouble.seconds(error))
+        if self.execution is not None and self.execution.unrun:
+            await self._give_back()
         if not self.abandoned:
             self.shared.bell.leave()
 
@@ -324,6 +334,14 @@ class AsyncLane:
 
         if self.shared.bell.sleep(self.kind, wake):
             await woken
+
+    async def _give_back(self) -> None:
+        giving = asyncio.ensure_future(aside(partial(self.shared.give_back, self)))
+        while not giving.done():
+            with suppress(asyncio.CancelledError):  # `cut` may come now; there is nothing to cut
+                await asyncio.wait([giving])
+        with suppress(*DATABASE_ERRORS):
+            giving.result()
 
     async def _rest(self, entry: int) -> None:
         if not await self.scribe.note(entry, []):

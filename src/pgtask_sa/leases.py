@@ -15,7 +15,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from psycopg.pq import TransactionStatus
@@ -53,6 +53,7 @@ class Keeper(threading.Thread):
         self.events = events
         self.on_lost: Callable[[Lease], object] = lambda _lease: None
         self._renew = statements.renew_lease(tables.task)
+        self._release = statements.release_lease(tables.task)
         self._changed = threading.Condition()
         self._due: list[tuple[float, int, Lease | None]] = [(time.monotonic() + 1.0, 0, None)]
         self._numbers = itertools.count(1)
@@ -69,6 +70,17 @@ class Keeper(threading.Thread):
         """Let a lease be."""
         with self._changed:
             self._kept.discard(id(lease))
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Give back at once, uncounted, what nobody has begun to run, where it is leased at all.
+
+        Raises:
+            DBAPIError: the database is away; they fall due when their leases end.
+        """
+        if leases:
+            with self.engine.begin() as connection:
+                for lease in leases:
+                    connection.execute(self._release, lease.key)
 
     def stop(self) -> None:
         """End the thread."""
@@ -155,7 +167,7 @@ class LeasedRuns:
             Stopped: the worker is being stopped; they were given back.
             DBAPIError: the database is away; what was not settled falls due when its lease ends.
         """
-        leases, self.execution.granted = self.execution.granted, []
+        leases = list(self.execution.granted)
         if not leases:
             return
         for lease in leases:
@@ -163,6 +175,7 @@ class LeasedRuns:
         try:
             with unlimited(self.connection):
                 for lease in leases:
+                    self.execution.granted.remove(lease)
                     self._run(lease)
         finally:
             for lease in leases:
