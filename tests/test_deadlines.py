@@ -286,9 +286,9 @@ def _stuck(running: Running, **options: Any) -> list[int]:
     return starts
 
 
-def test_what_fails_is_tried_again(db_url, monkeypatch):
+def test_what_fails_is_tried_again(db_url, direct_url, monkeypatch):
     """As long as the handler runs; one line tells of it, which names the task."""
-    running = Running(db_url, concurrency=1)
+    running = Running(db_url, concurrency=1, direct_url=direct_url)
     starts = _stuck(running, max_attempts=1)
     take, tries = Enforcer._take, []
 

@@ -329,6 +329,7 @@ STATEMENTS = {
 }
 
 
+@pytest.mark.direct  # through a pooler nothing is prepared
 @pytest.mark.parametrize("name", STATEMENTS)
 def test_plans_are_kept(engine: Engine, name: str) -> None:
     """The server does not make a new plan each time, which takes longer than all the rest."""
