@@ -17,10 +17,10 @@ from rich.text import Text
 from sqlalchemy import URL
 from sqlalchemy.exc import DBAPIError
 
-from pgtask_sa.failures import sqlstate
+from pgtask_sa.failures import LOCK_NOT_AVAILABLE, UNDEFINED_TABLE, sqlstate
 from pgtask_sa.reports import STATES
 
-UNDEFINED_TABLE, UNDEFINED_COLUMN, LOCK_TIMEOUT = "42P01", "42703", "55P03"
+UNDEFINED_COLUMN = "42703"
 WIDEST = 100_000  # columns of a table that goes into a file: nothing is cut off
 MOST_IDS = 50  # task numbers in a message
 MOST_PARAMS = 200  # characters of params in a list that goes into a file
@@ -348,7 +348,7 @@ def database_problem(error: DBAPIError, url: URL, *, own_table: bool) -> str:
             else "create it with: python -m pgtask_sa migrate"
         )
         return f"{_primary(error)} ({where}); {remedy}"
-    if code == LOCK_TIMEOUT:
+    if code == LOCK_NOT_AVAILABLE:
         return "an equal task is running, and only one may exist: try again when it is done"
     if code is None or code.startswith(("08", "57P")):
         return f"cannot reach the database at {where}: {message}"

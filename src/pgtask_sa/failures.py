@@ -23,6 +23,7 @@ LIBRARIES = tuple(
 
 LOCK_NOT_AVAILABLE = "55P03"  # it was waited for as long as lock_timeout says
 READ_ONLY = "25006"
+UNDEFINED_TABLE = "42P01"
 BLAMELESS = (
     "08",  # connection exceptions
     "57P0",  # the server shuts down, or an administrator ended the connection

@@ -29,7 +29,14 @@ from pgtask_sa.engines import unlimited
 from pgtask_sa.errors import LeaseLost, TaskFailed
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
-from pgtask_sa.failures import READ_ONLY, comes_from, headline, is_blameless, sqlstate
+from pgtask_sa.failures import (
+    READ_ONLY,
+    UNDEFINED_TABLE,
+    comes_from,
+    headline,
+    is_blameless,
+    sqlstate,
+)
 from pgtask_sa.fence import Fence
 from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
@@ -38,7 +45,6 @@ from pgtask_sa.settle import Claimed, Settler, Tables, timed_out
 
 SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
-UNDEFINED_TABLE = "42P01"
 CARE = 10.0  # seconds between two looks after the workers' table
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
 

@@ -2,7 +2,7 @@
 
 What all statements here begin with, as ``waiting``, are three kinds of tasks:
 
-* those with numbers from ``:floor`` on, and not more than a few hundred of them;
+* those with numbers from ``:floor`` on, and not more than so many of them;
 * of the given pairs, those that fell due after ``:since`` (float, seconds after 1970);
 * certain ones, ``:others``.
 """

@@ -10,7 +10,7 @@ from sqlalchemy import Table
 
 from pgtask_sa.events import Events
 from pgtask_sa.execution import TIME_LIMITS
-from pgtask_sa.failures import headline, is_blameless, sqlstate
+from pgtask_sa.failures import UNDEFINED_TABLE, headline, is_blameless, sqlstate
 from pgtask_sa.settle import TransactionLost
 from pgtask_sa.wakeup import DATABASE_ERRORS, Health, no_table
 
@@ -19,7 +19,6 @@ PAUSE = (0.05, 1.0)  # seconds between attempts to reach a database that is away
 # that was lost; or the process stood still, and its transaction came to be too old.
 RACES = ("40001", "40P01", *TIME_LIMITS)
 MANY = 10  # of them in a row
-UNDEFINED_TABLE = "42P01"
 
 
 class Trouble:
