@@ -102,6 +102,7 @@ CASES: dict[str, Callable[[], Executable]] = {
     "end_transaction": statements.end_transaction,
     "hold_presence": presence_statements.hold_presence,
     "try_presence": presence_statements.try_presence,
+    "try_solitude": presence_statements.try_solitude,
     "end_predecessor": presence_statements.end_predecessor,
     "enlist": lambda: presence_statements.enlist(TASK),
     "note_claim": lambda: presence_statements.note_claim(TASK),

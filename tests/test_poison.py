@@ -144,6 +144,21 @@ def test_many_at_once_that_take_all_along(fleet: Fleet, many, kind, figures):
     assert {2, 3} >= set(starts())  # two that kill in the same instant may be charged one too many
 
 
+def test_whom_a_killer_takes_along(fleet: Fleet, starts, figures):
+    """Those beside its first start; from then on it runs alone."""
+    fleet.enqueue("SLOW_GOOD", *[{"i": i} for i in range(300)])
+    fleet.enqueue("ASYNC_POISON", {"file": str(starts), "how": "sigkill"})
+    with fleet.worker(*QUIET, "--processes", "1", "--concurrency", "4"):
+        fleet.until(lambda: fleet.count("dead_task") == 1, 30)
+        left = fleet.count()
+        fleet.until(lambda: fleet.count() == 0, 30)
+    charged = fleet.rows("select count(*), max(pid) from done where pid > 1")
+    figures(f"charged beside it, and with how many starts: {charged}; {left} left when it was dead")
+    assert left
+    assert b"xxx" == starts.read_bytes()
+    assert [(3, 2)] >= charged
+
+
 def test_a_drain_goes_on(fleet: Fleet, starts):
     """A child that leaves in the middle of its work is replaced, whatever its exit code."""
     _enqueue_around(fleet, "POISON", starts, "leave")

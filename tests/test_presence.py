@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,9 @@ from running import Running
 
 from pgtask_sa import AsyncTaskSession, TaskSession
 from pgtask_sa.admission import Admission
+from pgtask_sa.claim import ROW_VERSION
 from pgtask_sa.presence import Deaths, Presence
+from pgtask_sa.presence_statements import try_solitude
 from pgtask_sa.settle import Claimed
 from pgtask_sa.solitude import Solitary
 
@@ -150,21 +153,93 @@ def test_a_crash_of_the_server(restartable_db_url, restartable_server, tmp_path)
     assert ([1], b"xx") == ([n for (n,) in fleet.rows("select pid from done")], file.read_bytes())
 
 
-def test_a_suspect_that_waits_to_be_alone_is_not_in_flight():
+@pytest.fixture
+def admit():
+    """Give a function that admits one task, and tells what of it was noted before it got stuck."""
+
+    def admit(deaths: Deaths | None, lease: float | None = None, **row) -> list:
+        presence = SimpleNamespace(
+            must_look=lambda _batch: deaths is not None, look=lambda _batch: {7: deaths}
+        )
+        face = SimpleNamespace(aside=lambda work: work())
+        handlers = {"A": SimpleNamespace(lease=lease, policy=SimpleNamespace(max_attempts=10))}
+        noted: list = []
+
+        def settle(_batch):
+            noted.extend(_batch)
+            raise Noted
+
+        row = {"attempts": 0, "lease_token": None, "last_error": None, ROW_VERSION: 90, **row}
+        admission = Admission(presence, 3, face, None, handlers, note=settle)
+        with suppress(Noted):
+            admission.admit([Claimed(7, "A", row, True)])
+        return noted
+
+    class Noted(Exception):
+        pass
+
+    return admit
+
+
+def test_a_suspect_that_waits_to_be_alone_is_not_in_flight(admit):
     """Who asks to be alone has not noted it, lest the death of another be taken for its own."""
     noted = []
-    presence = SimpleNamespace(
-        must_look=lambda _batch: True,
-        look=lambda _batch: {7: Deaths(count=1)},
-    )
-    face = SimpleNamespace(aside=lambda work: work())
-    policy = SimpleNamespace(max_attempts=10)
-    handlers = {"A": SimpleNamespace(lease=None, policy=policy)}
-    row = {"task_id": 7, "task_type": "A", "attempts": 0, "lease_token": None}
-    admission = Admission(presence, 3, face, None, handlers, note=noted.append)
     with pytest.raises(Solitary, match="7"):
-        admission.admit([Claimed(row["task_id"], row["task_type"], row, True)])
+        noted = admit(Deaths(count=1))
     assert [] == noted
+
+
+def test_a_task_that_is_known_to_kill_runs_alone(admit):
+    """Also when its death has been counted: else it takes others along that must then be alone."""
+    killed = "WorkerDied: the worker died while it ran this task"
+    with pytest.raises(Solitary, match="7"):
+        admit(None, attempts=1, last_error=killed)
+    assert [7] == [claimed.task_id for claimed in admit(None, attempts=1, last_error="OSError: x")]
+
+
+@pytest.mark.parametrize(
+    ("deaths", "lease", "attempts", "version"),
+    [
+        (None, None, 0, 90),
+        (None, 5.0, 0, -90),
+        (Deaths(count=1, alone=True), None, 1, -90),
+        (Deaths(count=1), None, 9, -90),
+    ],
+    ids=["runs", "is leased", "killed alone", "used up"],
+)
+def test_what_does_not_run_is_not_in_flight(admit, deaths, lease, attempts, version):
+    """Before that is counted, or leased, another task may take the process along."""
+    [claimed] = admit(deaths, lease, attempts=attempts)
+    assert (7, version) == (claimed.task_id, claimed.values[ROW_VERSION])
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_suspects_in_different_processes(running, monkeypatch, kind):
+    """One at a time in all of the database: what dies with its neighbours may not have begun."""
+    monkeypatch.setattr("pgtask_sa.admission.MOMENT", 100)
+    long = Long().register(running, kind, "A", mode="transactional")
+    long.release.set()
+    running.enqueue("A")
+    leave_behind(running, "A", alone=False)
+    tries = "select 1 from pg_stat_activity where query like 'SELECT pg_try_advisory_xact_lock%'"
+    with running:
+        with running.admin.begin() as other:
+            assert other.scalar(try_solitude())
+            running.until(lambda: 2 == len(running.rows(tries)))
+            assert [] == long.starts
+        running.until_empty()
+    assert [2] == long.starts
+
+
+def test_a_suspect_that_takes_long(running):
+    """The next one does not wait for its end: it may be innocent."""
+    long = _transactional(running, released=True)
+    running.enqueue("A")
+    leave_behind(running, "A", alone=False)
+    with running.admin.begin() as other, running:
+        assert other.scalar(try_solitude())
+        running.until_empty()
+    assert [2] == long.starts
 
 
 # -- who is listed --------------------------------------------------------------------------------

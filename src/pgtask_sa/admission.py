@@ -12,20 +12,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from uuid import UUID, uuid4
 
+from pgtask_sa import presence_statements
 from pgtask_sa.calls import Face
+from pgtask_sa.claim import ROW_VERSION
 from pgtask_sa.errors import WorkerDied
+from pgtask_sa.failures import describe
 from pgtask_sa.handlers import Handler
 from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Report, Settler, timed_out
-from pgtask_sa.solitude import Solitary
+from pgtask_sa.solitude import LOOK, MOMENT, Solitary
 
 DIED = "the worker died while it ran this task"
 CUT_OFF = "the lease of this task ran out: its worker died, stood still or was cut off"
+KILLED = describe(WorkerDied(DIED))  # as it stands in the row of a task that did so
 ENOUGH = 2  # deaths beside others, until a task must be alone however long it takes
 
 
@@ -69,6 +75,7 @@ class Admission:
         self.handlers = handlers
         self.leases: list[Lease] = []  # granted in the transaction that is open
         self.alone = False  # nothing else runs in this process
+        self._turn = presence_statements.try_solitude()
 
     def admit(self, batch: Sequence[Claimed]) -> tuple[list[Claimed], list[Report]]:
         """Return those of a batch that are to be run now, and what became of others.
@@ -82,13 +89,23 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        self.note(batch)
+        self.note([self._as_noted(claimed) for claimed in batch])
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:
             if self.handlers[claimed.task_type].lease is not None:
                 self._grant(claimed)
         return [c for c in sound if self.handlers[c.task_type].lease is None], reports
+
+    def take_turn(self) -> None:
+        """Wait until no other process runs a suspect, but not for long: it may be an innocent one.
+
+        What dies together, as a container that is killed whole, is charged with a start whether it
+        had begun or not.
+        """
+        deadline = time.monotonic() + MOMENT
+        while not self.settler.connection.scalar(self._turn) and time.monotonic() < deadline:
+            self.face.aside(partial(time.sleep, LOOK))
 
     def _counted(self, batch: Sequence[Claimed]) -> Sequence[Claimed]:
         if not self.presence.must_look(batch):
@@ -102,6 +119,14 @@ class Admission:
             for claimed, each in zip(batch, found, strict=True)
         ]
 
+    def _as_noted(self, claimed: Claimed) -> Claimed:
+        """Mark one that is claimed and does not run in this transaction: nobody can die of it."""
+        if self.handlers[claimed.task_type].lease is None and not self._is_culprit(claimed):
+            return claimed
+        return replace(
+            claimed, values={**claimed.values, ROW_VERSION: -claimed.values[ROW_VERSION]}
+        )
+
     def _demand_solitude(self, batch: Sequence[Claimed]) -> None:
         if self.alone:
             return
@@ -111,8 +136,10 @@ class Admission:
             raise Solitary([claimed.task_id for claimed in suspects], strictly=strictly)
 
     def _is_suspect(self, claimed: Claimed) -> bool:
-        leased = self.handlers[claimed.task_type].lease is not None
-        return claimed.uncounted > 0 and not leased and not self._is_culprit(claimed)
+        if not claimed.attempts or self.handlers[claimed.task_type].lease is not None:
+            return False
+        has_killed = claimed.uncounted > 0 or claimed.values["last_error"] == KILLED
+        return has_killed and not self._is_culprit(claimed)
 
     def _was_there_often(self, claimed: Claimed) -> bool:
         is_last = claimed.attempts + 1 >= self.handlers[claimed.task_type].policy.max_attempts

@@ -288,7 +288,8 @@ def running_in(lane: RowMapping, tasks: Mapping[int, RowMapping]) -> dict[int, R
     return {
         task_id: tasks[task_id]
         for task_id, version in noted
-        if task_id in tasks and (tasks[task_id]["version"] == version or tasks[task_id]["leased"])
+        if task_id in tasks
+        and (tasks[task_id]["version"] == abs(version) or tasks[task_id]["leased"])
     }
 
 

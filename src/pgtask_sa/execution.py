@@ -198,10 +198,15 @@ class Execution:
         finally:
             self.admission.alone = False
 
+    def _reclaim(self, task_id: int) -> list[Claimed]:
+        if self.admission is not None and self.admission.alone:
+            self.admission.take_turn()
+        return self.settler.reclaim(task_id)
+
     def _rerun(self, task_id: int) -> None:
         """Claim and run one certain task, if it is still there."""
         self.pause()
-        self._transact(partial(self.settler.reclaim, task_id))
+        self._transact(partial(self._reclaim, task_id))
 
     def _attempt(self, claimed: Claimed) -> Report:
         """Run one task and write what became of it; both in the claim's transaction."""

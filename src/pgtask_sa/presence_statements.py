@@ -40,6 +40,7 @@ from pgtask_sa.rows import quoted
 SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
 LOCKS = ("locktype", "database", "classid", "objid", "objsubid", "granted", "pid")
 CLASS = literal_column(str(LOCK_CLASS), Integer)
+NOBODY = literal_column("-1", Integer)  # no worker has this number
 MINE = bindparam("worker_id", type_=Integer)
 ME = bindparam("me", type_=Integer)  # not called as the column: that would be a value to set
 TASK_IDS = bindparam("task_ids", type_=ARRAY(BigInteger))
@@ -58,6 +59,11 @@ def hold_presence() -> Select[Any]:
 def try_presence() -> Select[Any]:
     """Hold that lock, if nobody does; true or false comes back."""
     return select(func.pg_try_advisory_lock(CLASS, MINE))
+
+
+def try_solitude() -> Select[Any]:
+    """Be the only one who runs a suspect, until this transaction ends; true or false comes back."""
+    return select(func.pg_try_advisory_xact_lock(CLASS, NOBODY))
 
 
 def lock_holders(worker_id: ColumnElement[Any]) -> Select[Any]:

@@ -5,7 +5,8 @@ schema. It is written apart from the transactions of the tasks, so that it still
 was running when that process is dead. There is one row for each lane of each process:
 
 * ``task_ids``      what the lane claimed last, and ``row_versions`` the ``xmin`` of those rows. A
-  row that is still of that version was claimed and never settled.
+  row that is still of that version was claimed and never settled. A version below 0 is of one that
+  was claimed, and not to be run in that transaction: its death is counted, or a lease begins.
 * ``backend_pid``   the server process that runs the transaction of the claim, and ``begun_at`` its
   beginning: the two together name that transaction and no other.
 * ``is_direct``     the process holds an advisory lock on its ``worker_id`` as long as it lives. Not

@@ -4,6 +4,9 @@ A process that dies takes all its tasks along, and nobody can tell which of them
 time each of them runs alone: if the process dies again, there is no doubt. Most are innocent, and
 some take long. After one death the others are therefore kept out for a moment only: enough for one
 that kills at once. After two, or before its last start, they are kept out as long as it takes.
+
+One that has killed while it was alone runs alone each time: else it would make suspects of others
+again.
 """
 
 from __future__ import annotations

@@ -163,13 +163,13 @@ class Machine(RuleBasedStateMachine):
     # -- steps of a lane -----------------------------------------------------------------------
 
     def _claim(self, lane: Lane, fault: Fault | None = None) -> None:
-        ready = self._ready()
+        ready = self._ready() - set(lane.owed())  # which may be buried before it claims
         is_open = lane.process.gate.enter(lane)
         lane.process.gate.leave(lane)
         self.owed[lane] = lane.owed()
         lane.claim(replace(fault) if fault else None)
         if ready and is_open and fault is None:
-            assert any(entry[0] in ("note", "waits") for entry in lane.log), (
+            assert any(entry[0] in ("claimed", "waits") for entry in lane.log), (
                 f"there was something to claim for {lane}: {ready}; it did {lane.log}"
             )
         self._follow(lane)
@@ -202,8 +202,8 @@ class Machine(RuleBasedStateMachine):
         if "rival" not in before:
             return False
         rival = lane.log[before.index("rival")][1].log
-        noted = any(entry[0] == "note" and job.task_id in entry[1] for entry in rival)
-        return noted and ("commit",) in rival
+        claimed = any(entry[0] == "claimed" and job.task_id in entry[1] for entry in rival)
+        return claimed and ("commit",) in rival
 
     def _leased_end(self, lane: Lane, job: Job, work: Work, is_unsure: bool) -> None:
         """Settle a leased task; if its connection was lost meanwhile, it may be as it was."""
@@ -242,10 +242,12 @@ class Machine(RuleBasedStateMachine):
         self._follow(rival)
 
     def _on_note(self, lane: Lane, ids: list[int]) -> None:
+        self.noted[lane] = {task_id: self.jobs[task_id].version for task_id in ids}
+
+    def _on_claimed(self, lane: Lane, ids: list[int]) -> None:
         self._rolled_back(lane)
         unknown = set(ids) - set(self.jobs)
         assert not unknown, f"claimed what was never committed: {unknown}"
-        self.noted[lane] = {task_id: self.jobs[task_id].version for task_id in ids}
         for task_id in ids:
             job = self.jobs[task_id]
             assert job.holder is None, f"claimed twice: {job}"
@@ -280,7 +282,7 @@ class Machine(RuleBasedStateMachine):
             expected = job.fate.attempts + job.deaths + 1
         job.starts += 1
         self.tally["starts"] += 1
-        assert expected == attempt
+        assert expected == attempt, f"{lane} started {job} as attempt {attempt}"
         assert attempt <= job.max_attempts
         assert job.starts <= job.max_attempts + job.forgiven, f"started too often: {job}"
         if job.is_leased and lane.answers_itself:

@@ -37,7 +37,7 @@ from pgtask_sa.ground import Ground
 from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.notes import Notes
 from pgtask_sa.presence import Presence
-from pgtask_sa.settle import Settler
+from pgtask_sa.settle import Claimed, Settler
 from pgtask_sa.solitude import Gate, Solitary
 from pgtask_sa.turns import Claimer
 from pgtask_sa.watchdog import Watchdog
@@ -163,7 +163,9 @@ class _Notes(Notes):
         if lane is None:
             return send()
         driver = self.presence._driver
-        return lane.round_trip(driver, send, ("note", list(values["task_ids"])))
+        pairs = zip(values["task_ids"], values["row_versions"], strict=True)
+        counted = [task_id for task_id, version in pairs if version > 0]
+        return lane.round_trip(driver, send, ("note", counted))
 
 
 class _Presence(Presence):
@@ -176,6 +178,20 @@ class _Presence(Presence):
     def is_own(self, driver: Any) -> bool:
         """Say whether that is the connection of this entry."""
         return driver is None or driver is self._driver
+
+
+class _Admission(Admission):
+    """Tells what was claimed and is to be settled."""
+
+    lane: Lane
+
+    def take_turn(self) -> None:
+        """Look whether nobody else runs a suspect, but do not wait: he would not end meanwhile."""
+        self.settler.connection.execute(self._turn)
+
+    def _demand_solitude(self, batch: Sequence[Claimed]) -> None:
+        super()._demand_solitude(batch)
+        self.lane.log.append(("claimed", [claimed.task_id for claimed in batch]))
 
 
 class _Ground(Ground):
@@ -209,7 +225,7 @@ class _Claiming(Claiming):
 
 
 class Lane:
-    """One lane, and the log of what it did: note, start, commit, rollback, end."""
+    """One lane, and the log of what it did: claimed, note, start, commit, rollback, end."""
 
     kind = "sync"
 
@@ -317,9 +333,10 @@ class Lane:
         execution.claiming.lane = self
         execution.arrears = self._arrears
         note = partial(process.presence.note, self.entry)
-        execution.admission = Admission(
+        execution.admission = _Admission(
             process.presence, self.entry, face, execution.settler, handlers, note=note
         )
+        execution.admission.lane = self
         self.execution = execution
         self._leased = LeasedRuns(execution, process.keeper)
 

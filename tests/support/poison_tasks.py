@@ -140,3 +140,9 @@ def good(session, params, task):
 @tasks.handler("ASYNC_GOOD")
 async def async_good(session, params, task):
     await session.execute(DONE, {"i": params["i"], "attempt": task.attempt})
+
+
+@tasks.handler("SLOW_GOOD")
+async def slow_good(session, params, task):
+    await asyncio.sleep(0.05)
+    await async_good(session, params, task)
