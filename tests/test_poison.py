@@ -93,12 +93,13 @@ def test_when_all_die_together(fleet: Fleet, starts, kind):
 
 @pytest.fixture
 def many(tmp_path, fleet: Fleet):
-    """Give a function that enqueues four poisons among good ones, and one that counts starts."""
-    files = [tmp_path / f"starts-{i}" for i in range(4)]
-    for file in files:
-        file.touch()
+    """Give a function that enqueues some poisons among good ones, and one that counts starts."""
+    files = []
 
-    def enqueue(kind: str, how: str) -> None:
+    def enqueue(kind: str, how: str, count: int = 4) -> None:
+        files.extend(tmp_path / f"starts-{i}" for i in range(count))
+        for file in files:
+            file.touch()
         good = kind.replace("POISON", "GOOD")
         fleet.enqueue(kind, *[{"file": str(file), "how": how} for file in files])
         fleet.enqueue(good, *[{"i": i} for i in range(30)])
@@ -106,22 +107,24 @@ def many(tmp_path, fleet: Fleet):
     return enqueue, lambda: [len(file.read_bytes()) for file in files]
 
 
+# A single process that dies and dies is replaced after longer and longer pauses.
 MANY = [
-    ("POISON", "sigkill", ("--processes", "2")),
-    ("ASYNC_POISON", "exit", ("--processes", "2", "--concurrency", "4")),
-    ("ASYNC_POISON", "exit", ("--processes", "1", "--concurrency", "4")),
+    ("POISON", "sigkill", ("--processes", "2"), 4),
+    ("ASYNC_POISON", "exit", ("--processes", "2", "--concurrency", "4"), 4),
+    ("ASYNC_POISON", "exit", ("--processes", "1", "--concurrency", "4"), 2),
 ]
 
 
 @pytest.mark.parametrize("case", MANY, ids=lambda case: " ".join((*case[:2], *case[2])))
+@pytest.mark.timeout(240)
 def test_many_at_once(fleet: Fleet, many, case, figures):
     """None is started too often, and nobody who was beside them is taken for one of them."""
-    (kind, how, options), (enqueue, starts) = case, many
-    enqueue(kind, how)
+    (kind, how, options, count), (enqueue, starts) = case, many
+    enqueue(kind, how, count)
     with fleet.worker(*QUIET, *options):
         fleet.until(lambda: fleet.count() == 0, 60)
-    figures(f"starts of four that kill at once: {starts()}")
-    assert [(kind, 3, "worker died", DIED)] * 4 == _dead(fleet)
+    figures(f"starts of {count} that kill at once: {starts()}")
+    assert [(kind, 3, "worker died", DIED)] * count == _dead(fleet)
     assert list(range(30)) == fleet.done()
     assert {2, 3} >= set(starts())  # two that kill in the same instant may be charged one too many
 

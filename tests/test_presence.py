@@ -85,6 +85,32 @@ def test_a_server_process_that_is_ended(running):
     assert ([1], [1]) == (first.starts, second.starts)
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_worker_whose_connections_are_all_ended(running, monkeypatch, kind):
+    """Its task is not buried while it may come back, which it does at once."""
+    looks, look_after = [], Presence.look_after
+    monkeypatch.setattr(Presence, "look_after", lambda each: looks.append(look_after(each)))
+    running.options["concurrency"] = 1
+    other = Running(running.url, **running.options)
+    once = {"mode": "transactional", "max_attempts": 1}
+    first = Long().register(running, kind, "A", **once)
+    second = Long().register(other, "sync", "A", **once)
+    second.release.set()
+    with running:
+        running.enqueue("A")
+        running.until(lambda: first.waiting and looks)  # the next one is far away
+        for pid in presences(running):
+            running.execute("select pg_terminate_backend(:pid)", pid=pid)
+        running.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where application_name like 'pgtask % A'"
+        )
+        with other:
+            other.until_empty()
+        first.release.set()
+    assert ([1], [1], 0) == (first.starts, second.starts, running.count("dead_task"))
+
+
 def test_a_worker_that_is_stopped(running):
     """What it cuts off is not counted: its end is in order."""
     running.options["grace"] = 0.1
@@ -159,7 +185,7 @@ def admit():
 
     def admit(deaths: Deaths | None, lease: float | None = None, **row) -> list:
         presence = SimpleNamespace(
-            must_look=lambda _batch: deaths is not None, look=lambda _batch: {7: deaths}
+            must_look=lambda _batch: deaths is not None, look=lambda *_: {7: deaths}
         )
         face = SimpleNamespace(aside=lambda work: work())
         handlers = {"A": SimpleNamespace(lease=lease, policy=SimpleNamespace(max_attempts=10))}

@@ -32,6 +32,7 @@ from pgtask_sa.solitude import LOOK, MOMENT, Solitary
 DIED = "the worker died while it ran this task"
 CUT_OFF = "the lease of this task ran out: its worker died, stood still or was cut off"
 KILLED = describe(WorkerDied(DIED))  # as it stands in the row of a task that did so
+COMEBACK = 2.0  # seconds for a worker that has lost its connections, before its task is buried
 ENOUGH = 2  # deaths beside others, until a task must be alone however long it takes
 
 
@@ -111,6 +112,8 @@ class Admission:
         if not self.presence.must_look(batch):
             return batch
         deaths = self.face.aside(lambda: self.presence.look(batch))
+        if any(self._is_end(claimed, deaths) for claimed in batch):
+            deaths = self.face.aside(lambda: self.presence.look(batch, COMEBACK))
         if not deaths:
             return batch
         found = [deaths.get(claimed.task_id, Deaths()) for claimed in batch]
@@ -118,6 +121,13 @@ class Admission:
             replace(claimed, uncounted=each.count, was_alone=each.alone, was_taken=each.taken)
             for claimed, each in zip(batch, found, strict=True)
         ]
+
+    def _is_end(self, claimed: Claimed, deaths: Mapping[int, Deaths]) -> bool:
+        """Say whether a death would end a task that is not known to kill: it must be sure."""
+        found = deaths.get(claimed.task_id)
+        if found is None or claimed.values["last_error"] == KILLED:
+            return False
+        return claimed.attempts + found.count >= self._max_attempts(claimed)
 
     def _as_noted(self, claimed: Claimed) -> Claimed:
         """Mark one that is claimed and does not run in this transaction: nobody can die of it."""
@@ -142,15 +152,18 @@ class Admission:
         return has_killed and not self._is_culprit(claimed)
 
     def _was_there_often(self, claimed: Claimed) -> bool:
-        is_last = claimed.attempts + 1 >= self.handlers[claimed.task_type].policy.max_attempts
+        is_last = claimed.attempts + 1 >= self._max_attempts(claimed)
         return claimed.uncounted >= ENOUGH or is_last
 
     def _is_culprit(self, claimed: Claimed) -> bool:
         """Say whether a worker died of it, or of something that must not be tried once more."""
         died = claimed.uncounted > 0 or claimed.values["lease_token"] is not None
-        used_up = claimed.attempts >= self.handlers[claimed.task_type].policy.max_attempts
+        used_up = claimed.attempts >= self._max_attempts(claimed)
         again = claimed.was_taken or (claimed.was_alone and claimed.attempts > 1)
         return again or (died and used_up)
+
+    def _max_attempts(self, claimed: Claimed) -> int:
+        return self.handlers[claimed.task_type].policy.max_attempts
 
     def _count_death(self, claimed: Claimed) -> Report:
         handler = self.handlers[claimed.task_type]

@@ -46,6 +46,7 @@ from pgtask_sa.settle import Claimed, Settler, Tables, timed_out
 SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
 CARE = 10.0  # seconds between two looks after the workers' table
+PULSE = 0.5  # seconds between two looks whether the connection for it is still there
 LOST = "the lease of this task was lost: it ran out, or the task was cancelled; nothing was written"
 
 
@@ -65,6 +66,7 @@ class Keeper(threading.Thread):
         self._numbers = itertools.count(1)
         self._kept: set[int] = set()  # by identity: a task may be leased again by another lane
         self._stopping = False
+        self._next_care = 0.0
 
     def keep(self, lease: Lease) -> None:
         """Renew a lease from now on."""
@@ -123,11 +125,16 @@ class Keeper(threading.Thread):
         return None
 
     def _look_after(self) -> float:
+        """Look after the workers' table now and then, and after the connection for it often."""
         try:
-            self.presence.look_after()
+            if time.monotonic() >= self._next_care:
+                self._next_care = time.monotonic() + CARE
+                self.presence.look_after()
+            else:
+                self.presence.reassure()
         except Exception as error:  # noqa: BLE001
             self._tell("presence", error)
-        return CARE
+        return min(CARE, PULSE)
 
     def _tell(self, name: str, error: Exception) -> None:
         """Tell of an error; the lanes tell when the database is away, anything else is a fault."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+import psycopg
+from psycopg.pq import ConnStatus
 from sqlalchemy import Table
 
 from pgtask_sa import presence_statements as statements
@@ -133,6 +135,16 @@ class Notes:
             return None
         flight.message.read_all()
         return None if flight.message.answers is None else self._end(flight)
+
+    def is_lost(self, pgconn: Any) -> bool:
+        """Say whether the other side has closed the connection; not while an answer is awaited."""
+        if self._flight is not None:
+            return False
+        try:
+            pgconn.consume_input()
+        except psycopg.Error:
+            return True
+        return bool(pgconn.status == ConnStatus.BAD)
 
     def land(self) -> None:
         """Wait for the answer, if one is under way, and tell whoever sent the notes."""

@@ -103,16 +103,27 @@ class Presence:
             self._lanes = number
             return number
 
-    def look(self, batch: Sequence[Claimed]) -> dict[int, Deaths]:
+    def look(self, batch: Sequence[Claimed], patience: float = 0.0) -> dict[int, Deaths]:
         """Tell which workers died of tasks that are claimed now, before these are noted as ours.
 
         Nothing is asked of the database unless another transaction has locked one of these rows
         before, or one is named by a dead worker.
+
+        Args:
+            batch: what is claimed.
+            patience: seconds in which a worker may come back that has lost all its connections.
         """
         if not self.must_look(batch):
             return {}
         ids = [claimed.task_id for claimed in batch]
-        return self._deaths(ids, [claimed.values[ROW_VERSION] for claimed in batch])
+        versions = [claimed.values[ROW_VERSION] for claimed in batch]
+        end = time.monotonic() + patience
+        while True:
+            rows = self._claims_before(ids, versions)
+            missed = any(row.is_gone and not row.is_taken for row in rows)
+            if not missed or time.monotonic() >= end:
+                return _deaths(rows)
+            time.sleep(LOOK)
 
     def must_look(self, batch: Sequence[Claimed]) -> bool:
         """Say whether the entries of others may name one of these tasks; asks nobody."""
@@ -175,6 +186,24 @@ class Presence:
         me = {"worker_id": self.worker_id}
         named = connection.scalars(statements.named_by_dead(self.task), me)
         self._named_by_dead = frozenset(named)
+
+    def reassure(self) -> None:
+        """Have the connection again, if it is lost: without it this worker is taken for dead.
+
+        Raises:
+            DBAPIError: the database is away.
+        """
+        if self.is_cut_off():
+            self.look_after()
+
+    def is_cut_off(self) -> bool:
+        """Say whether the connection is lost, as far as can be seen from here; asks nobody."""
+        if not (self._lanes and self._is_direct and self._lock.acquire(blocking=False)):
+            return False  # somebody works with it, and will notice
+        try:
+            return self._connection is None or self._notes.is_lost(self._driver.pgconn)
+        finally:
+            self._lock.release()
 
     def leave(self) -> None:
         """Take the entry out; the end of this worker is in order."""
@@ -321,8 +350,8 @@ class Presence:
         finally:
             self._lock.release()
 
-    def _deaths(self, ids: list[int], versions: list[int]) -> dict[int, Deaths]:
-        """Tell which of the workers that had claimed these rows before are dead.
+    def _claims_before(self, ids: list[int], versions: list[int]) -> Sequence[Any]:
+        """List who else had claimed these rows before, and whether he is dead.
 
         A row may be free a moment before its dead worker's lock is: the server ends each connection
         by itself. One that lives has rolled back, and soon notes something else.
@@ -335,11 +364,16 @@ class Presence:
             if all(row.is_gone for row in rows):
                 break
             time.sleep(LOOK)
-        found: dict[int, Deaths] = {}
-        for row in rows:
-            if row.is_gone:
-                deaths = found.setdefault(row.task_id, Deaths())
-                deaths.count += 1
-                deaths.alone = deaths.alone or row.beside == 1
-                deaths.taken = deaths.taken or row.is_taken
-        return found
+        return rows
+
+
+def _deaths(claims_before: Sequence[Any]) -> dict[int, Deaths]:
+    """Sum up what is known of each task."""
+    found: dict[int, Deaths] = {}
+    for row in claims_before:
+        if row.is_gone:
+            deaths = found.setdefault(row.task_id, Deaths())
+            deaths.count += 1
+            deaths.alone = deaths.alone or row.beside == 1
+            deaths.taken = deaths.taken or row.is_taken
+    return found
