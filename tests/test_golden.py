@@ -16,6 +16,7 @@ from pgtask_sa import (
     claim,
     custom_claims,
     lease_statements,
+    noted_claims,
     presence_statements,
     reports,
     since_survey,
@@ -102,6 +103,12 @@ CASES: dict[str, Callable[[], Executable]] = {
     "end_transaction": statements.end_transaction,
     "hold_presence": presence_statements.hold_presence,
     "try_presence": presence_statements.try_presence,
+    "note_next": lambda: noted_claims.note_next(TASK, claim.fair_choice(TASK, 1, due_first=False)),
+    "note_next.enum": lambda: noted_claims.note_next(
+        ENUM, claim.fair_choice(ENUM, 1, due_first=True, bounded=True)
+    ),
+    "claim_noted": lambda: noted_claims.claim_noted(TASK),
+    "claim_noted.own_columns": lambda: noted_claims.claim_noted(PlainJob.__table__),
     "try_solitude": presence_statements.try_solitude,
     "end_predecessor": presence_statements.end_predecessor,
     "enlist": lambda: presence_statements.enlist(TASK),
@@ -143,10 +150,16 @@ MODULES = (
     since_survey,
     reports,
     presence_statements,
+    noted_claims,
     lease_statements,
 )
 # Public functions of these modules that return parts of statements, or no SQL.
 PARTS = {
+    "fair_choice",
+    "row_version",
+    "in_place",
+    "place_of",
+    "own_lane",
     "lock_holders",
     "server_now",
     "some_of_kind",

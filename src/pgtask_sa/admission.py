@@ -90,7 +90,8 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        self.note([self._as_noted(claimed) for claimed in batch])
+        if not all(claimed.in_flight for claimed in batch):
+            self.note([self._as_noted(claimed) for claimed in batch])
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:

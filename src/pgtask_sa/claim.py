@@ -140,13 +140,17 @@ def _identity(table: Table) -> list[ColumnElement[Any]]:
 
     Any write makes another version. And behind a pooler only the server knows its process.
     """
-    version = cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
     begun = cast(func.transaction_timestamp(), Text)
     return [
-        version.label(ROW_VERSION),
+        row_version(table).label(ROW_VERSION),
         func.pg_backend_pid().label(BACKEND_PID),
         begun.label(BEGUN_AT),
     ]
+
+
+def row_version(table: Table) -> ColumnElement[Any]:
+    """Return which version of the row this is: the number of the transaction that wrote it."""
+    return cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
 
 
 def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:
@@ -175,6 +179,14 @@ def fair_claim(
     are of the same length. ``more`` is returned as well. If it is ``bounded``, planned tasks are
     taken only if they fell due after ``:since`` (float, seconds after 1970).
     """
+    chosen = fair_choice(table, limit, due_first=due_first, bounded=bounded, now=now)
+    return take(table, chosen, limit, more)
+
+
+def fair_choice(
+    table: Table, limit: int, *, due_first: bool, bounded: bool = False, now: Now | None = None
+) -> Select[Any]:
+    """Lock what `fair_claim` takes."""
     turns, moment = _turns(table), server_now() if now is None else now
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
@@ -184,8 +196,7 @@ def fair_claim(
     wrapped = [select(b.correlate(turns).subquery()) for b in branches]
     picked = union_all(*wrapped).lateral("picked")
     found = select(picked.c.task_id, picked.c.touched).select_from(turns.join(picked, true()))
-    chosen = found.limit(integer(limit))
-    return take(table, chosen, limit, more)
+    return found.limit(integer(limit))
 
 
 def random_claim(

@@ -15,9 +15,10 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 from sqlalchemy import ColumnElement, Executable, Table, func
 
-from pgtask_sa.claim import PLACE, fair_claim, random_claim, sampled_claim
+from pgtask_sa.claim import PLACE, fair_choice, fair_claim, random_claim, sampled_claim
 from pgtask_sa.custom_claims import IS_READY, KEY, expression_claim, key_columns, keyed_claim
 from pgtask_sa.errors import ConfigurationError
+from pgtask_sa.noted_claims import note_next
 
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Row: TypeAlias = "Mapping[Any, Any]"  # a claimed one
@@ -167,6 +168,19 @@ class ByType:
             [fair_claim(table, limit, due_first=d, more=more, bounded=b) for d in (False, True)]
             for b in (False, True)
         )
+        self.notes = {} if more or limit > 1 else self._notes(table)
+
+    def _notes(self, table: Table) -> dict[Executable, Executable]:
+        """Return, for each claim, what notes beforehand the task that it would take."""
+        choices = [
+            fair_choice(table, 1, due_first=d, bounded=b)
+            for b in (False, True)
+            for d in (False, True)
+        ]
+        claims = [*self.claims, *self.bounded]
+        return {
+            claim: note_next(table, choice) for claim, choice in zip(claims, choices, strict=True)
+        }
 
     def claim(self, asked: Sequence[Pair], _types: Sequence[str]) -> tuple[Ask, Sequence[Pair]]:
         """Ask for all the pairs, in their order."""

@@ -8,8 +8,9 @@ COMMIT that fails takes no tasks along.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Executable
 
@@ -17,15 +18,28 @@ from pgtask_sa.claim_orders import Ask
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.errors import TaskError
 from pgtask_sa.ground import OPEN, Ground
-from pgtask_sa.pipeline import Command, exchange
+from pgtask_sa.noted_claims import claim_noted
+from pgtask_sa.pipeline import Answers, Command, exchange
 from pgtask_sa.settle import Claimed, Tables
 from pgtask_sa.turns import Claimer
-from pgtask_sa.wire import AllWired
+from pgtask_sa.wire import AllWired, Wired
 
 # Claims are prepared, and the server keeps their plans. A plan made while the queue was all but
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
 # arrive, until autovacuum looks at the table: 40 ms a claim, not 0.4, with 200,000 tasks.
 REPLAN = b"DISCARD PLANS"
+AND_CHAIN = Command(b"COMMIT AND CHAIN")
+
+
+class _Part(NamedTuple):
+    """Some commands of a message; of a statement that the server keeps prepared, or others."""
+
+    commands: list[Command]
+    wired: Wired | None = None
+
+
+def _no_row() -> None:
+    return None
 
 
 class Claiming:
@@ -34,6 +48,9 @@ class Claiming:
     Attributes:
         full: the last claim took all it may: there is probably more.
         expects_writes: the next handler will probably need the savepoint.
+        own_row: gives what names the lane's row, if the lane may note by itself what is next.
+        leased: types whose start a lease counts.
+        moved: told where that row is then, and whether it names nothing.
     """
 
     def __init__(
@@ -45,9 +62,14 @@ class Claiming:
         self.tables = tables
         self.full = False
         self.expects_writes = False
+        self.own_row: Callable[[], dict[str, Any] | None] = _no_row
+        self.leased: list[str] = []
+        self.moved: Callable[..., object] = lambda *_args, **_options: None
+        self._claim_noted = claim_noted(tables.task)
         self._wired = AllWired()
         self._asks: Iterator[Ask] | None = None  # begun with a claim that was sent ahead
         self._ahead: list[dict[str, Any]] | None = None  # and what it took
+        self._is_noted = False  # and that is noted
 
     def claim(self) -> list[Claimed]:
         """Claim once, or take what was claimed ahead; empty if there is nothing to do.
@@ -55,22 +77,23 @@ class Claiming:
         Raises:
             TaskError: more came than was asked for.
         """
-        batch_size = self.claimer.options.batch_size
+        batch_size, is_noted = self.claimer.options.batch_size, self._is_noted
         for given in self._answers():
             rows = self.claimer.learn(given)
             if len(rows) > batch_size:  # rows nobody expects would be lost
                 raise TaskError(f"a claim took {len(rows)} rows; it was rolled back")
             if rows:
                 self.full = len(rows) == batch_size
-                return [self.tables.claimed(row) for row in rows]
+                return [self.tables.claimed(row, in_flight=is_noted) for row in rows]
+            is_noted = False  # whatever comes now was not sent ahead
         return []
 
     def _answers(self) -> Iterator[Sequence[Mapping[Any, Any]]]:
         asks, rows = self._asks, self._ahead
         self.forget()
-        if asks is None or rows is None:
+        if asks is None:
             asks = self.claimer.statements()
-        else:
+        elif rows is not None:
             yield rows
         for statement, parameters in asks:
             yield self._fetch(statement, parameters)
@@ -83,7 +106,7 @@ class Claiming:
     def forget(self) -> None:
         """Note that what was claimed ahead, if anything, was rolled back."""
         self._asks = self._ahead = None
-        self.full = False
+        self.full = self._is_noted = False
 
     def _fetch(
         self, statement: Executable, parameters: Mapping[str, Any]
@@ -118,23 +141,69 @@ class Claiming:
         """
         self.forget()
         asks = self.claimer.statements()
-        statement, parameters = next(asks)
+        ask = next(asks)
         self.claimer.sent_along()
-        wired, driver = self._wired[statement], self.connection.connection.driver_connection
-        end = [Command(each.encode()) for each in ends]
-        replan, after = map(Command, self._replan()), self._savepoint()
-        own = wired.commands(driver, wired.parameters(parameters), keep=True)
-        first = [*end, *replan, *own]
-        answers = exchange(self.connection, [*first, *map(Command, after)])
-        problem = answers.problem(slice(len(end)))
+        parts, after = self._parts(ends, ask), self._savepoint()
+        commands = [command for part in parts for command in part.commands]
+        answers = exchange(self.connection, [*commands, *map(Command, after)])
+        problem = answers.problem(slice(len(ends)))
         if problem is not None:
             raise problem
         self.ground.begin()
-        problem = answers.problem()
-        wired.learn(driver, problem)
-        if problem is None:  # else it is claimed once more, and that will tell
-            self._asks, self._ahead = asks, wired.rows(driver, answers.results[len(first) - 1])
+        is_surprise = self._learn(parts, answers)
+        if answers.problem() is None:
+            self._take_ahead(ask, asks, parts, answers)
             self._note(after)
+        elif not is_surprise:  # in any case it is claimed once more, and that will tell
+            self.own_row = _no_row
+
+    def _parts(self, ends: Sequence[str], ask: Ask) -> list[_Part]:
+        """Say what is to be sent: what ends the transaction, perhaps a note, and a claim."""
+        before = _Part([*(Command(each.encode()) for each in ends), *map(Command, self._replan())])
+        note = self.claimer.notes.get(ask[0])
+        row = None if note is None else self.own_row()
+        if note is None or row is None:
+            return [before, self._part(*ask)]
+        own = self._part(note, {**ask[1], **row, "leased": self.leased})
+        return [before, own, _Part([AND_CHAIN]), self._part(self._claim_noted, row)]
+
+    def _part(self, statement: Executable, given: Mapping[str, Any]) -> _Part:
+        wired, driver = self._wired[statement], self.connection.connection.driver_connection
+        return _Part(wired.commands(driver, wired.parameters(given), keep=True), wired)
+
+    def _learn(self, parts: Sequence[_Part], answers: Answers) -> bool:
+        """Note what is prepared now, up to an error; True if that need not come again."""
+        driver, start = self.connection.connection.driver_connection, 0
+        for part in parts:
+            end = start + len(part.commands)
+            problem = answers.problem(slice(start, end))
+            is_surprise = part.wired is not None and part.wired.learn(driver, problem)
+            if problem is not None:
+                return is_surprise
+            start = end
+        return False
+
+    def _take_ahead(
+        self, ask: Ask, asks: Iterator[Ask], parts: Sequence[_Part], answers: Answers
+    ) -> None:
+        """Keep what was claimed for the next time; or have it asked for in the ordinary way."""
+        results = [answers.results[end - 1] for end in accumulate(len(p.commands) for p in parts)]
+        claim = parts[-1].wired
+        assert claim is not None  # noqa: S101 - it comes last
+        rows = claim.rows(self.connection.connection.driver_connection, results[-1])
+        note = results[1:-1]  # none, or its answer and that to the COMMIT after it
+        if not note or self._was_noted(note[0], rows):
+            self._asks, self._ahead, self._is_noted = asks, rows, bool(note and rows)
+        else:
+            self._asks = chain([ask], asks)
+
+    def _was_noted(self, noted: Any, rows: Sequence[Any]) -> bool:
+        """Take in what was noted; False if something is there that cannot be claimed so."""
+        if not noted.ntuples:  # the row is elsewhere; the next note in the ordinary way finds it
+            return bool(rows)
+        place, found, named = (noted.get_value(0, i).decode() for i in range(3))
+        self.moved(place, is_empty=named == "0")
+        return bool(rows) or found == "0"
 
     def _note(self, after: Sequence[bytes]) -> None:
         if after:

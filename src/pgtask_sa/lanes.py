@@ -25,6 +25,7 @@ from pgtask_sa.arrears import Arrears
 from pgtask_sa.aside import aside
 from pgtask_sa.calls import Face
 from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa.claiming import Claiming
 from pgtask_sa.doorbell import Doorbell
 from pgtask_sa.events import Events
 from pgtask_sa.execution import Execution, Stopped
@@ -94,8 +95,16 @@ class Shared:
         execution.on_commit = lane.trouble.over
         execution.arrears = self._arrears(lane)
         execution.admission = self._admission(lane, execution, face)
+        self._note_ahead(lane, execution.claiming)
         lane.execution = execution
         return execution
+
+    def _note_ahead(self, lane: Lane, claiming: Claiming) -> None:
+        """Let a lane note by itself what it is to run next."""
+        assert lane.entry is not None  # noqa: S101 - it has been enlisted
+        claiming.leased = [name for name, each in self.handlers.items() if each.lease is not None]
+        claiming.own_row = partial(self.presence.own_row, lane.entry)
+        claiming.moved = partial(self.presence.moved, lane.entry)
 
     def _arrears(self, lane: Lane) -> Arrears:
         """Return what the lane owes, also from its connection before."""
@@ -183,6 +192,9 @@ class SyncLane(threading.Thread):
             else:
                 self._sleep()
         execution.pay()
+        if execution.claiming.holds:
+            execution.pause()
+            self.shared.rest(self)
 
     def _sweep(self, execution: Execution) -> int:
         gate = self.shared.gate
@@ -293,6 +305,9 @@ class AsyncLane:
             else:
                 await self._sleep()
         await connection.run_sync(lambda _connection: execution.pay())
+        if execution.claiming.holds:
+            await connection.run_sync(lambda _connection: execution.pause())
+            await aside(partial(self.shared.rest, self))
 
     async def _sweep(self, connection: AsyncConnection, execution: Execution) -> int:
         gate = self.shared.gate

@@ -98,7 +98,7 @@ class Notes:
             found = self._execute(pgconn, self._in_place, self._values(note))
             if self._learn(note, found):
                 return True
-        given = {**note.values, **self._number(note)}
+        given = {**note.values, "number": self._number(note.lane)}
         return self._learn(note, self._execute(pgconn, self._by_number, given))
 
     @staticmethod
@@ -109,6 +109,22 @@ class Notes:
         """Forget where rows are: they have been written anew, with their first numbers."""
         self.places.clear()
         self._written.clear()
+
+    def own(self, worker_id: int, lane: int) -> dict[str, Any] | None:
+        """Return what names a lane's row in a statement of the lane's own; None: not known where.
+
+        The lane may call it while another thread works here.
+        """
+        place = self.places.get(lane)
+        if place is None:
+            return None
+        return {"worker_id": worker_id, "which": lane, "number": self._number(lane), "place": place}
+
+    def moved(self, lane: int, place: str, *, is_empty: bool) -> None:
+        """Take in where a row is that was written; the lane may call it while others work here."""
+        self.places[lane] = place
+        self._written[lane] += 1
+        (self.flying.discard if is_empty else self.flying.add)(lane)
 
     def can_send(self, notes: Sequence[Note]) -> bool:
         """Say whether nothing is under way, and it is known where the rows are."""
@@ -160,20 +176,16 @@ class Notes:
         return [self._learn(*each) for each in zip(flight.notes, answers.results, strict=True)]
 
     def _values(self, note: Note) -> dict[str, Any]:
-        return {**note.values, **self._number(note), "place": self.places[note.lane]}
+        lane = note.lane
+        return {**note.values, "number": self._number(lane), "place": self.places[lane]}
 
-    def _number(self, note: Note) -> dict[str, int]:
-        times = self._written[note.lane] // NOTES_PER_NUMBER
-        return {"number": note.lane + NUMBERS * (times % MOST_NUMBERS)}
+    def _number(self, lane: int) -> int:
+        times = self._written[lane] // NOTES_PER_NUMBER
+        return lane + NUMBERS * (times % MOST_NUMBERS)
 
     def _learn(self, note: Note, result: Any) -> bool:
         """Take in where a row is now; False if there was none."""
         if not result.ntuples:
             return False
-        self.places[note.lane] = result.get_value(0, 0).decode()
-        self._written[note.lane] += 1
-        if note.is_empty:
-            self.flying.discard(note.lane)
-        else:
-            self.flying.add(note.lane)
+        self.moved(note.lane, result.get_value(0, 0).decode(), is_empty=note.is_empty)
         return True

@@ -147,6 +147,20 @@ class Presence:
         """Return what is to be noted of what a lane is about to run, if it runs anything."""
         return Note(self.worker_id, lane, batch)
 
+    def own_row(self, lane: int) -> dict[str, Any] | None:
+        """Return what names a lane's row in a statement of the lane's own; None: it is to `note`.
+
+        So it is as long as a dead worker names tasks: these are to be looked at before they are
+        noted.
+        """
+        if not self._is_direct or self._connection is None or self._named_by_dead != frozenset():
+            return None
+        return self._notes.own(self.worker_id, lane)
+
+    def moved(self, lane: int, place: str, *, is_empty: bool) -> None:
+        """Take in where a lane's row is that it has written; ``is_empty`` if that names no task."""
+        self._notes.moved(lane, place, is_empty=is_empty)
+
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
         if self.is_flying(lane):

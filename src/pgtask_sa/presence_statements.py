@@ -121,7 +121,7 @@ def note_claim(task: Table) -> Update:
 
     The row has ``:number`` from then on. It must be committed before a handler begins.
     """
-    return _note(task).returning(_place(worker_table(task)))
+    return _note(task).returning(place_of(worker_table(task)))
 
 
 def note_in_place(task: Table) -> Update:
@@ -131,8 +131,12 @@ def note_in_place(task: Table) -> Update:
     a dead row behind in both.
     """
     table = worker_table(task)
-    here = literal_column(f"{quoted(table)}.ctid") == cast(bindparam("place"), _Tid)
-    return _note(task).where(here).returning(_place(table))
+    return _note(task).where(in_place(table)).returning(place_of(table))
+
+
+def in_place(table: Table) -> ColumnElement[bool]:
+    """Say that it is the row at ``:place``."""
+    return literal_column(f"{quoted(table)}.ctid") == cast(bindparam("place"), _Tid)
 
 
 class _Tid(UserDefinedType[str]):
@@ -142,7 +146,8 @@ class _Tid(UserDefinedType[str]):
         return "tid"
 
 
-def _place(table: Table) -> ColumnElement[Any]:
+def place_of(table: Table) -> ColumnElement[Any]:
+    """Return where a row is, as text."""
     return cast(literal_column(f"{quoted(table)}.ctid"), Text).label("place")
 
 
@@ -156,8 +161,12 @@ def _note(task: Table) -> Update:
         begun_at=bindparam("begun_at"),
         seen_at=_clock(),
     )
-    mine = and_(table.c.worker_id == MINE, _lane(table) == bindparam("which", type_=Integer))
-    return noted.where(mine)
+    return noted.where(own_lane(table))
+
+
+def own_lane(table: Table) -> ColumnElement[bool]:
+    """Say that it is the row of ``:worker_id`` for its lane ``:which``."""
+    return and_(table.c.worker_id == MINE, _lane(table) == bindparam("which", type_=Integer))
 
 
 def disown(task: Table) -> Update:

@@ -45,7 +45,7 @@ LOCK_CLASS = triggers.LOCK_CLASS + 1
 # entry in the index of the key, and is compared with all dead ones of the same key: more with every
 # note. So a lane's row takes another number now and then, which says the same.
 NUMBERS = 2**16
-NOTES_PER_NUMBER = 500
+NOTES_PER_NUMBER = 100
 
 WORKER_STORAGE: Mapping[str, Any] = {
     "fillfactor": 20,  # room for the next versions of a row on its own page

@@ -32,6 +32,7 @@ from sqlalchemy import (
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY
 
+from pgtask_sa.claim import APPLICATION_NAME
 from pgtask_sa.mapping import TASK_COLUMNS
 from pgtask_sa.presence_statements import lock_holders
 from pgtask_sa.presence_table import NUMBERS
@@ -213,16 +214,33 @@ def lanes(workers: Table, now: Now | None = None) -> Select[Any]:
     """List what the lanes of all workers noted, and whether their process is ``alive``.
 
     Alive: it holds the advisory lock on its number; or, where nobody can hold one, it was seen in
-    the last minute. ``begun`` is ``begun_at`` as text, to the microsecond.
+    the last minute. ``begun`` is ``begun_at`` as text, to the microsecond. What a lane has noted by
+    itself runs in a later transaction; when that began, the server knows as long as it runs.
     """
     c = workers.c
     moment = server_now() if now is None else now
     recent = c.seen_at > moment - literal_column(f"interval '{ABSENT} seconds'")
     alive = case((c.is_direct, lock_holders(c.worker_id).exists()), else_=recent)
-    begun = cast(c.begun_at, Text).label("begun")
-    columns = [column for column in c if column.name not in ("lane", "server_started_at")]
+    begun_at = func.coalesce(c.begun_at, _running_since(c))
+    begun = (begun_at.label("begun_at"), cast(begun_at, Text).label("begun"))
+    others = ("lane", "server_started_at", "begun_at")
+    columns = [column for column in c if column.name not in others]
     lane = func.mod(c.lane, literal_column(str(NUMBERS), Integer)).label("lane")
-    return select(lane, *columns, begun, alive.label("alive")).order_by(c.worker_id, lane)
+    return select(lane, *columns, *begun, alive.label("alive")).order_by(c.worker_id, lane)
+
+
+def _running_since(c: Any) -> ColumnElement[Any]:
+    """Return when the transaction began in which a lane runs the only task that it names."""
+    activity = sql_table("pg_stat_activity", *map(column, ACTIVITY), schema="pg_catalog").c
+    first = c.task_ids[literal_column("1", Integer)]
+    shown = func.concat(
+        literal_column(f"'{APPLICATION_NAME} '", Text), first, literal_column("' '", Text)
+    )
+    return (
+        select(activity.xact_start)
+        .where(activity.pid == c.backend_pid, func.starts_with(activity.application_name, shown))
+        .scalar_subquery()
+    )
 
 
 ABSENT = 60  # seconds

@@ -40,6 +40,7 @@ class Claimed:
         was_taken: of these starts the last was no death: the time of the handler was over.
         noted: under which number this start is noted, if it is, for whoever claims the row next. Of
             a leased task, where the row counts it: its connection was cut.
+        in_flight: its lane's row names it already; see noted_claims.
     """
 
     task_id: int
@@ -50,6 +51,7 @@ class Claimed:
     was_alone: bool = False
     was_taken: bool = False
     noted: int = 0
+    in_flight: bool = False
 
     @property
     def attempts(self) -> int:
@@ -123,9 +125,13 @@ class Tables:
             self._retries[names] = statements.retry(self.task, names, self.unique)
         return self._retries[names]
 
-    def claimed(self, row: Mapping[Any, Any], uncounted: int = 0) -> Claimed:
+    def claimed(
+        self, row: Mapping[Any, Any], uncounted: int = 0, *, in_flight: bool = False
+    ) -> Claimed:
         """Wrap a row that a claim returned."""
-        return Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
+        found = Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
+        found.in_flight = in_flight
+        return found
 
 
 CUT_OFF = "the connection was lost while the handler ran"

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from sqlalchemy import Table
+from sqlalchemy import Executable, Table
 
 from pgtask_sa.claim_orders import (
     Ask,
@@ -167,6 +167,7 @@ class Claimer:
         self._plain: Plain | None = None
         self._way: InTurns | None = None
         self._detours: Detours | None = None
+        self.notes: Mapping[Executable, Executable] = {}  # of claims: see noted_claims
         if options.order != "fair" or options.expression is not None:
             self._plain = Plain(table, options)
         elif options.fair_by:
@@ -174,6 +175,7 @@ class Claimer:
         else:
             self._way = lottery = ByType(table, options, self._random)
             self._detours = Detours(table, lottery, self._random)
+            self.notes = lottery.notes
         self._survey = survey(table)
         self._asked: Sequence[Pair] | None = None  # by the claim that was sent last
         self._surveyed: float | None = None  # when

@@ -24,6 +24,8 @@ EFFECT = """create table if not exists effect
 KILL = "select pg_terminate_backend(pid) from unnest(cast(:pids as int[])) as pid"
 ALIVE = "select count(*) from pg_stat_activity where pid = any(:pids)"
 
+NOTED = """select unnest(task_ids), unnest(row_versions) from {worker}
+    where worker_id = :worker_id and mod(lane, 65536) = :lane"""
 FREE = "select task_id from {task} for update skip locked"
 # Who deletes or locks a row leaves its number there. To look must not lock: that is to be seen.
 ALL = """
@@ -76,6 +78,7 @@ class ModelDatabase:
         names = {"task": self.tables.task.fullname, "dead": self.tables.dead.fullname}
         # VACUUM may take away the mark of a claim that came to nothing, with the death: decision 11
         self.execute("alter table {task} set (autovacuum_enabled = off)".format(**names))
+        self._noted = text(NOTED.format(worker=worker_table(self.tables.task).fullname))
         self._there = text("select task_id from {task}".format(**names))
         self._free = text(FREE.format(**names))
         self._all = text(ALL.format(**names))
@@ -93,6 +96,12 @@ class ModelDatabase:
         tables = (self.tables.task, self.tables.dead, worker_table(self.tables.task))
         names = ", ".join(table.fullname for table in tables)
         self.execute(f"truncate {names}, effect restart identity")
+
+    def noted(self, worker_id: int, lane: int) -> list[int]:
+        """Return what a lane is noted to run, and no lease counts."""
+        given = {"worker_id": worker_id, "lane": lane}
+        rows = self._eye.execute(self._noted, given)
+        return [task_id for task_id, version in rows if version > 0]
 
     def kill(self, pids: set[int]) -> None:
         """End server processes, and wait until they are gone."""

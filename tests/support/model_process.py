@@ -84,6 +84,7 @@ class Process:
         self.plan = plan
         self.number = number
         self.kill = database.kill
+        self.database = database
         self.tasks = tasks
         self.chance = chance
         self.make_session = sessionmaker(class_=TaskSession, task_class=database.task_class)
@@ -221,7 +222,18 @@ class _Claiming(Claiming):
 
     def chain(self, ends: Any) -> None:
         driver = self.connection.connection.driver_connection
-        self.lane.round_trip(driver, partial(super().chain, ends), ("commit",))
+        self.lane.round_trip(driver, partial(self._chain, ends))
+
+    def _chain(self, ends: Any) -> None:
+        self._notes: list[tuple[str, list[int]]] = []
+        super().chain(ends)
+        self.lane.log += [("commit",), *self._notes]
+
+    def _was_noted(self, noted: Any, rows: Any) -> bool:
+        if noted.ntuples:
+            process, entry = self.lane.process, self.lane.entry
+            self._notes.append(("note", process.database.noted(process.presence.worker_id, entry)))
+        return super()._was_noted(noted, rows)
 
 
 class Lane:
@@ -331,6 +343,9 @@ class Lane:
         execution.ground = _Ground(connection, self)
         execution.claiming = _Claiming(connection, execution.ground, claimer, process.tables)
         execution.claiming.lane = self
+        execution.claiming.leased = [each for each in handlers if handlers[each].lease is not None]
+        execution.claiming.own_row = partial(process.presence.own_row, self.entry)
+        execution.claiming.moved = partial(process.presence.moved, self.entry)
         execution.arrears = self._arrears
         note = partial(process.presence.note, self.entry)
         execution.admission = _Admission(
