@@ -1,9 +1,9 @@
 """Sending a lane's claims: each with the BEGIN it needs, or along with the COMMIT before it.
 
 A round trip costs more than the claim itself. So what the server is to do next travels in one
-message: the end of one transaction, the beginning of the next, the claim in it, and the savepoint
-for a handler that will probably write. After an error the server skips the rest of a message, so a
-COMMIT that fails takes no tasks along.
+message: the end of one transaction, the note of what is next (noted_claims), the beginning of the
+next transaction, the claim in it, and the savepoint for a handler that will probably write. After
+an error the server skips the rest of a message, so a COMMIT that fails takes no tasks along.
 """
 
 from __future__ import annotations

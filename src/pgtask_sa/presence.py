@@ -8,6 +8,8 @@ an attempt; if it lives, it has settled the matter in its own way (a deadlock, s
 A worker is alive as long as it holds an advisory lock on its number, on that same connection. The
 server frees it in the moment in which the process dies, with nothing to configure and no clock.
 
+Where a claim travels with the COMMIT before it, the lane makes the entry by itself: noted_claims.
+
 Through a pooler nothing is noted: the note would wait for a server process while its lane holds
 another one, and with all of them held by lanes it would wait for ever.
 

@@ -8,7 +8,8 @@ was running when that process is dead. There is one row for each lane of each pr
   row that is still of that version was claimed and never settled. A version below 0 is of one that
   was claimed, and not to be run in that transaction: its death is counted, or a lease begins.
 * ``backend_pid``   the server process that runs the transaction of the claim, and ``begun_at`` its
-  beginning: the two together name that transaction and no other.
+  beginning: the two together name that transaction and no other. Of a task that the lane has noted
+  by itself (noted_claims) it is null, since that runs in a later transaction.
 * ``is_direct``     the process holds an advisory lock on its ``worker_id`` as long as it lives. Not
   so through a pooler, where nobody can hold one; there ``seen_at`` must do, and nothing is noted.
 * ``lane``          the number of the lane, and now and then `NUMBERS` more, see there.
