@@ -90,8 +90,9 @@ class Admission:
             return [], []
         batch = self._counted(batch)
         self._demand_solitude(batch)
-        if not all(claimed.in_flight for claimed in batch):
-            self.note([self._as_noted(claimed) for claimed in batch])
+        noted = [self._as_noted(claimed) for claimed in batch]
+        if not all(claimed.in_flight and claimed in batch for claimed in noted):
+            self.note(noted)
         reports = [self._count_death(claimed) for claimed in batch if self._is_culprit(claimed)]
         sound = [claimed for claimed in batch if not self._is_culprit(claimed)]
         for claimed in sound:

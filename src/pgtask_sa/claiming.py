@@ -29,6 +29,7 @@ from pgtask_sa.wire import AllWired, Wired
 # arrive, until autovacuum looks at the table: 40 ms a claim, not 0.4, with 200,000 tasks.
 REPLAN = b"DISCARD PLANS"
 AND_CHAIN = Command(b"COMMIT AND CHAIN")
+LONGEST_PAUSE = 63  # claims
 
 
 class _Part(NamedTuple):
@@ -70,6 +71,7 @@ class Claiming:
         self._asks: Iterator[Ask] | None = None  # begun with a claim that was sent ahead
         self._ahead: list[dict[str, Any]] | None = None  # and what it took
         self._is_noted = False  # and that is noted
+        self._pause = self._next_pause = 0  # chains without a note: after one that was in vain
 
     def claim(self) -> list[Claimed]:
         """Claim once, or take what was claimed ahead; empty if there is nothing to do.
@@ -155,17 +157,23 @@ class Claiming:
             self._take_ahead(ask, asks, parts, answers)
             self._note(after)
         elif not is_surprise:  # in any case it is claimed once more, and that will tell
-            self.own_row = _no_row
+            self._pause = self._next_pause = LONGEST_PAUSE
 
     def _parts(self, ends: Sequence[str], ask: Ask) -> list[_Part]:
         """Say what is to be sent: what ends the transaction, perhaps a note, and a claim."""
         before = _Part([*(Command(each.encode()) for each in ends), *map(Command, self._replan())])
-        note = self.claimer.notes.get(ask[0])
-        row = None if note is None else self.own_row()
+        note, row = self._note_of(ask), self.own_row()
         if note is None or row is None:
             return [before, self._part(*ask)]
         own = self._part(note, {**ask[1], **row, "leased": self.leased})
         return [before, own, _Part([AND_CHAIN]), self._part(self._claim_noted, row)]
+
+    def _note_of(self, ask: Ask) -> Executable | None:
+        note = self.claimer.notes.get(ask[0])
+        if note is not None and self._pause:
+            self._pause -= 1
+            return None
+        return note
 
     def _part(self, statement: Executable, given: Mapping[str, Any]) -> _Part:
         wired, driver = self._wired[statement], self.connection.connection.driver_connection
@@ -199,11 +207,13 @@ class Claiming:
 
     def _was_noted(self, noted: Any, rows: Sequence[Any]) -> bool:
         """Take in what was noted; False if something is there that cannot be claimed so."""
-        if not noted.ntuples:  # the row is elsewhere; the next note in the ordinary way finds it
-            return bool(rows)
-        place, found, named = (noted.get_value(0, i).decode() for i in range(3))
-        self.moved(place, is_empty=named == "0")
-        return bool(rows) or found == "0"
+        found = "1"  # for all we know: the row is elsewhere; the next ordinary note will find it
+        if noted.ntuples:
+            place, found, named = (noted.get_value(0, i).decode() for i in range(3))
+            self.moved(place, is_empty=named == "0")
+        was_missed = not rows and found != "0"
+        self._pause = self._next_pause = min(2 * self._next_pause + 1, LONGEST_PAUSE) * was_missed
+        return not was_missed
 
     def _note(self, after: Sequence[bytes]) -> None:
         if after:

@@ -192,17 +192,15 @@ class SyncLane(threading.Thread):
             else:
                 self._sleep()
         execution.pay()
-        if execution.claiming.holds:
-            execution.pause()
-            self.shared.rest(self)
+        self.shared.rest(self)  # before what was claimed ahead is free for others
 
     def _sweep(self, execution: Execution) -> int:
         gate = self.shared.gate
         while not gate.enter(self):
             if self._over():
                 return 0
-            execution.pause()
             self.shared.rest(self)
+            execution.pause()
             time.sleep(LOOK)
         try:
             return execution.sweep()
@@ -305,17 +303,15 @@ class AsyncLane:
             else:
                 await self._sleep()
         await connection.run_sync(lambda _connection: execution.pay())
-        if execution.claiming.holds:
-            await connection.run_sync(lambda _connection: execution.pause())
-            await aside(partial(self.shared.rest, self))
+        await aside(partial(self.shared.rest, self))
 
     async def _sweep(self, connection: AsyncConnection, execution: Execution) -> int:
         gate = self.shared.gate
         while not gate.enter(self):
             if self._over():
                 return 0
-            await connection.run_sync(lambda _connection: execution.pause())
             await aside(partial(self.shared.rest, self))
+            await connection.run_sync(lambda _connection: execution.pause())
             await asyncio.sleep(LOOK)
         try:
             return await connection.run_sync(lambda _connection: execution.sweep())

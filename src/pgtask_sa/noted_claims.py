@@ -42,6 +42,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from pgtask_sa.claim import row_version, take
 from pgtask_sa.presence_statements import MINE, in_place, own_lane, place_of
 from pgtask_sa.presence_table import worker_table
+from pgtask_sa.rows import quoted
 
 FOUND, NAMED = "found", "named"
 _NUMBER = bindparam("number", type_=Integer)
@@ -90,12 +91,17 @@ def note_next(task: Table, chosen: Select[Any]) -> Executable:
 
 
 def claim_noted(task: Table) -> Executable:
-    """Claim what the row of ``:worker_id`` with ``:number`` names, if it is free, and as it was."""
+    """Claim what the row of ``:worker_id`` with ``:number`` names, if it is free, and as it was.
+
+    Nobody may have touched it since: the transaction that wrote the note was the last to lock it.
+    """
     table = worker_table(task)
     first = literal_column("1", Integer)
     named = (
         select(
-            table.c.task_ids[first].label("task_id"), table.c.row_versions[first].label("version")
+            table.c.task_ids[first].label("task_id"),
+            table.c.row_versions[first].label("version"),
+            literal_column(f"{quoted(table)}.xmin").label("noted_by"),
         )
         .where(table.c.worker_id == MINE, table.c.lane == _NUMBER)
         .cte("named")
@@ -104,6 +110,7 @@ def claim_noted(task: Table) -> Executable:
     same = (
         task.c.task_id == select(named.c.task_id).scalar_subquery(),
         row_version(task) == func.abs(select(named.c.version).scalar_subquery()),
+        literal_column(f"{quoted(task)}.xmax") == select(named.c.noted_by).scalar_subquery(),
     )
     chosen = (
         select(task.c.task_id, false().label("touched"))

@@ -292,12 +292,15 @@ class Presence:
             connection.execute(statements.hold_presence(), me)
 
     def _write_lanes(self, connection: Connection, lanes: Iterable[int]) -> None:
+        """Write the rows of lanes, at once: meanwhile a lane may give its own another number."""
+        connection.exec_driver_sql("begin")
         connection.execute(statements.renumber(self.task), {"me": self.worker_id})
         self._notes.enlisted()
         me = {"worker_id": self.worker_id, "host": socket.gethostname(), "pid": os.getpid()}
         rows = [{**me, "lane": lane, "is_direct": self._is_direct} for lane in lanes]
         if rows:
             connection.execute(statements.enlist(self.task), rows)
+        connection.exec_driver_sql("commit")
 
     def _close(self) -> None:
         connection, self._connection = self._connection, None

@@ -1,10 +1,11 @@
-WITH named AS MATERIALIZED (SELECT plain_job_worker.task_ids[1] AS task_id, plain_job_worker.row_versions[1] AS version
+WITH named AS MATERIALIZED (SELECT plain_job_worker.task_ids[1] AS task_id, plain_job_worker.row_versions[1] AS version, plain_job_worker.xmin AS noted_by
 FROM plain_job_worker
 WHERE plain_job_worker.worker_id = %(worker_id)s::INTEGER AND plain_job_worker.lane = %(number)s::INTEGER), chosen AS MATERIALIZED (SELECT plain_job.task_id AS task_id, false AS touched
 FROM plain_job
 WHERE plain_job.task_id = (SELECT named.task_id
 FROM named) AND CAST(CAST(plain_job.xmin AS TEXT) AS BIGINT) = abs((SELECT named.version
-FROM named)) FOR UPDATE OF plain_job SKIP LOCKED) DELETE
+FROM named)) AND plain_job.xmax = (SELECT named.noted_by
+FROM named) FOR UPDATE OF plain_job SKIP LOCKED) DELETE
 FROM plain_job
 WHERE plain_job.task_id = (SELECT chosen.task_id
 FROM chosen)

@@ -1,10 +1,11 @@
-WITH named AS MATERIALIZED (SELECT task_worker.task_ids[1] AS task_id, task_worker.row_versions[1] AS version
+WITH named AS MATERIALIZED (SELECT task_worker.task_ids[1] AS task_id, task_worker.row_versions[1] AS version, task_worker.xmin AS noted_by
 FROM task_worker
 WHERE task_worker.worker_id = %(worker_id)s::INTEGER AND task_worker.lane = %(number)s::INTEGER), chosen AS MATERIALIZED (SELECT task.task_id AS task_id, false AS touched
 FROM task
 WHERE task.task_id = (SELECT named.task_id
 FROM named) AND CAST(CAST(task.xmin AS TEXT) AS BIGINT) = abs((SELECT named.version
-FROM named)) FOR UPDATE OF task SKIP LOCKED) DELETE
+FROM named)) AND task.xmax = (SELECT named.noted_by
+FROM named) FOR UPDATE OF task SKIP LOCKED) DELETE
 FROM task
 WHERE task.task_id = (SELECT chosen.task_id
 FROM chosen)
