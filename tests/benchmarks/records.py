@@ -64,6 +64,7 @@ def drain(url: str, tally: Tally, spent: Any, *, lanes: int, batch: int, noted: 
     if not noted:
         Presence.note = lambda *_: None  # type: ignore[method-assign]
         Presence.is_noting = False  # type: ignore[assignment,method-assign]
+        Presence.own_row = lambda *_: None  # type: ignore[method-assign]
     worker = Worker(handlers(tally), url, concurrency=lanes, batch_size=batch, drain=True)
     before = time.process_time()
     worker.run()
