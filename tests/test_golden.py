@@ -156,7 +156,6 @@ MODULES = (
 # Public functions of these modules that return parts of statements, or no SQL.
 PARTS = {
     "fair_choice",
-    "row_version",
     "in_place",
     "place_of",
     "own_lane",

@@ -71,7 +71,6 @@ from typing import Any, TypeAlias
 
 from sqlalchemy import (
     REAL,
-    BigInteger,
     Boolean,
     ColumnElement,
     DateTime,
@@ -100,7 +99,7 @@ from sqlalchemy import (
 from sqlalchemy import table as sql_table
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from pgtask_sa.rows import quoted, whole_row
+from pgtask_sa.rows import row_version, whole_row
 
 Now: TypeAlias = "ColumnElement[Any]"
 
@@ -146,11 +145,6 @@ def _identity(table: Table) -> list[ColumnElement[Any]]:
         func.pg_backend_pid().label(BACKEND_PID),
         begun.label(BEGUN_AT),
     ]
-
-
-def row_version(table: Table) -> ColumnElement[Any]:
-    """Return which version of the row this is: the number of the transaction that wrote it."""
-    return cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
 
 
 def _returned(column: ColumnElement[Any]) -> ColumnElement[Any]:

@@ -39,12 +39,13 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 
-from pgtask_sa.claim import row_version, take
+from pgtask_sa.claim import take
 from pgtask_sa.presence_statements import MINE, in_place, own_lane, place_of
 from pgtask_sa.presence_table import worker_table
-from pgtask_sa.rows import quoted
+from pgtask_sa.rows import quoted, row_version
 
-FOUND, NAMED = "found", "named"
+_LAZILY = [literal_column(f"'{each}'", Text) for each in ("synchronous_commit", "off")]
+_NUMBERS = ARRAY(BigInteger)
 _NUMBER = bindparam("number", type_=Integer)
 
 
@@ -83,9 +84,9 @@ def note_next(task: Table, chosen: Select[Any]) -> Executable:
         .where(own_lane(table), in_place(table))
         .returning(
             place_of(table),
-            select(func.count()).select_from(found).scalar_subquery().label(FOUND),
-            func.cardinality(table.c.task_ids).label(NAMED),
-            func.set_config(_text("synchronous_commit"), _text("off"), true()).label("lazily"),
+            select(func.count()).select_from(found).scalar_subquery().label("found"),
+            func.cardinality(table.c.task_ids).label("named"),
+            func.set_config(*_LAZILY, true()).label("lazily"),
         )
     )
 
@@ -118,10 +119,3 @@ def claim_noted(task: Table) -> Executable:
         .with_for_update(of=task, skip_locked=True)
     )
     return take(task, chosen, 1, by_one=True)
-
-
-def _text(constant: str) -> Any:
-    return literal_column(f"'{constant}'", Text)
-
-
-_NUMBERS = ARRAY(BigInteger)

@@ -34,7 +34,7 @@ from sqlalchemy.dialects.postgresql import insert as pg_insert
 from sqlalchemy.types import UserDefinedType
 
 from pgtask_sa.presence_table import LOCK_CLASS, NUMBERS, worker_table
-from pgtask_sa.rows import quoted
+from pgtask_sa.rows import quoted, row_version
 
 # Without a lock to look at: so long after its last word a worker is taken for dead.
 SILENCE: ColumnElement[Any] = literal_column("interval '60 seconds'")
@@ -194,8 +194,7 @@ def _holdings(ids: Any, versions: Any, name: str) -> Any:
 
 def _is_unsettled(task: Table, held: Any) -> ColumnElement[bool]:
     """Say whether a row is still of the version that was claimed: that claim came to nothing."""
-    version = cast(cast(literal_column(f"{quoted(task)}.xmin"), Text), BigInteger)
-    same = (task.c.task_id == held.c.task_id, version == held.c.version)
+    same = (task.c.task_id == held.c.task_id, row_version(task) == held.c.version)
     return exists(select(literal_column("1")).select_from(task).where(*same))
 
 

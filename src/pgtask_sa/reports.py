@@ -36,7 +36,7 @@ from pgtask_sa.claim import APPLICATION_NAME
 from pgtask_sa.mapping import TASK_COLUMNS
 from pgtask_sa.presence_statements import lock_holders
 from pgtask_sa.presence_table import NUMBERS
-from pgtask_sa.rows import quoted
+from pgtask_sa.rows import quoted, row_version
 from pgtask_sa.statements import Now, kinds_of, server_now, some_of_kind
 
 
@@ -248,11 +248,10 @@ ABSENT = 60  # seconds
 
 def versions_by_ids(table: Table) -> Select[Any]:
     """Tell of the tasks of ``:ids`` that are there: type, version of the row, whether leased."""
-    version = cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
     return select(
         table.c.task_id,
         cast(table.c.task_type, Text).label("task_type"),
-        version.label("version"),
+        row_version(table).label("version"),
         table.c.lease_token.is_not(None).label("leased"),
     ).where(by_ids(table))
 

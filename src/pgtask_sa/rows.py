@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Table, Text, bindparam, cast, func, literal_column
+from sqlalchemy import BigInteger, ColumnElement, Table, Text, bindparam, cast, func, literal_column
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.types import UserDefinedType
@@ -51,6 +51,11 @@ def _compile_row_type(element: RowType, compiler: Any, **_: Any) -> str:
     quote = compiler.dialect.identifier_preparer.quote
     name: str = quote(element.name)
     return f"{quote(element.schema)}.{name}" if element.schema else name
+
+
+def row_version(table: Table) -> ColumnElement[Any]:
+    """Return which version of the row this is: the number of the transaction that wrote it."""
+    return cast(cast(literal_column(f"{quoted(table)}.xmin"), Text), BigInteger)
 
 
 def restored(table: Table, names: Sequence[str], **changes: Any) -> Any:

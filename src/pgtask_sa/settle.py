@@ -129,9 +129,8 @@ class Tables:
         self, row: Mapping[Any, Any], uncounted: int = 0, *, in_flight: bool = False
     ) -> Claimed:
         """Wrap a row that a claim returned."""
-        found = Claimed(row["task_id"], row["task_type"], row, self.json, uncounted)
-        found.in_flight = in_flight
-        return found
+        number, kind = row["task_id"], row["task_type"]
+        return Claimed(number, kind, row, self.json, uncounted, in_flight=in_flight)
 
 
 CUT_OFF = "the connection was lost while the handler ran"
