@@ -167,6 +167,8 @@ class TestStaleNotes:
             earlier = noting.holder(connection, task_id).xact_start.replace(year=2020)
             noting.write_lane(connection, task_id, begun_at=earlier)
             noting.write_lane(connection, task_id, lane=2, begun_at=None)
+            # as the claim of another task would
+            holder.execute(text(f"set application_name = 'pgtask {task_id + 1} B'"))
             assert "held" == _cancel(engine, task_id)[0].found
             assert self._unharmed(holder)
 

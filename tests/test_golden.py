@@ -103,10 +103,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "end_transaction": statements.end_transaction,
     "hold_presence": presence_statements.hold_presence,
     "try_presence": presence_statements.try_presence,
-    "note_next": lambda: noted_claims.note_next(TASK, claim.fair_choice(TASK, 1, due_first=False)),
-    "note_next.enum": lambda: noted_claims.note_next(
-        ENUM, claim.fair_choice(ENUM, 1, due_first=True, bounded=True)
-    ),
+    "note_next": lambda: _note_next(TASK, due_first=False),
+    "note_next.enum": lambda: _note_next(ENUM, due_first=True, bounded=True),
     "claim_noted": lambda: noted_claims.claim_noted(TASK),
     "claim_noted.own_columns": lambda: noted_claims.claim_noted(PlainJob.__table__),
     "try_solitude": presence_statements.try_solitude,
@@ -181,8 +179,15 @@ PARTS = {
     "next_planned",
     "claimable",
     "take",
+    "take_untouched",
+    "to_be_noted",
     "key_columns",
 }
+
+
+def _note_next(table: Any, **order: bool) -> Any:
+    more = noted_claims.to_be_noted(table)
+    return noted_claims.note_next(table, claim.fair_choice(table, 1, more=more, **order))
 
 
 def functions_of(module: ModuleType) -> set[str]:

@@ -111,6 +111,7 @@ def test_a_row_that_is_disowned(entry: Entry) -> None:
         "nobody": 5,
         "task_ids": [OFTEN],
         "row_versions": [1],
+        "backend_pid": None,
     }
     with entry.admin.connect() as connection:
         connection.execute(statements.disown(TASK), given)

@@ -35,11 +35,12 @@ TRIGGER = """
 class Noting:
     """A worker with one lane, whose handler looks at what is noted."""
 
-    def __init__(self, url: str, kind: str) -> None:
+    def __init__(self, url: str, kind: str, **policy: int) -> None:
         self.running = Running(url, concurrency=1, idle_interval=0.2)
         self.ahead: list[bool] = []  # for each start, whether the lane itself has noted it
         self.starts: list[tuple[int, int]] = []  # tasks and their attempts
         self.meanwhile: dict[int, Callable[[], object]] = {}  # what to do in which start
+        self.first = "select"  # what each handler executes before
 
         def look(task) -> None:
             [(is_ahead,)] = self.running.rows(NAMING, task_id=task.task_id)
@@ -50,13 +51,15 @@ class Noting:
 
         if kind == "sync":
 
-            @self.running.tasks.handler("A", backoff=0)
+            @self.running.tasks.handler("A", backoff=0, **policy)
             def body(session, params, task):
+                session.execute(text(self.first))
                 look(task)
         else:
 
-            @self.running.tasks.handler("A", backoff=0)
+            @self.running.tasks.handler("A", backoff=0, **policy)
             async def body(session, params, task):
+                await session.execute(text(self.first))
                 look(task)
 
     def run(self) -> None:
@@ -64,11 +67,15 @@ class Noting:
             self.running.until_empty()
 
 
-@pytest.fixture(params=KINDS)
-def noting(db_url, request, monkeypatch) -> Noting:
-    # else it may be a look at what waits that is sent along
+@pytest.fixture
+def _no_surveys(monkeypatch) -> None:
+    """Else it may be a look at what waits that is sent along."""
     monkeypatch.setattr("pgtask_sa.turns.SURVEY_INTERVAL", 60)
     monkeypatch.setattr(Detours, "must_look", lambda _self: False)
+
+
+@pytest.fixture(params=KINDS)
+def noting(db_url, request, _no_surveys) -> Noting:
     return Noting(db_url, request.param)
 
 
@@ -178,9 +185,56 @@ def test_the_last_one_is_not_named_any_more(noting: Noting, monkeypatch):
     assert (left, []) == (noting.running.rows(free), noting.running.rows(named))
 
 
-def test_it_is_known_since_when_it_runs(noting: Noting):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("_no_surveys")
+def test_with_a_single_attempt(db_url, kind, notes):
+    """A process that dies between the note and the start would leave it none."""
+    noting = Noting(db_url, kind, max_attempts=1)
+    _fill(noting)
+    noting.run()
+    assert ([False] * 10, 10) == (noting.ahead, notes["notes"])
+
+
+def test_a_handler_does_not_hold_the_workers_table(noting: Noting):
+    """DDL on it waits for no handler, and so the other workers' notes do not wait for the DDL."""
+
+    def lock() -> None:
+        with noting.running.admin.begin() as connection:
+            connection.execute(text("lock table task_worker in access exclusive mode nowait"))
+
+    noting.meanwhile[5] = lock
+    _fill(noting)
+    noting.run()
+    assert noting.ahead[4]
+    assert (10, {1}) == (len(set(noting.starts)), {attempt for _, attempt in noting.starts})
+
+
+WAITING = """
+    select coalesce(max(clock_timestamp() - waitstart), '0') > '1.1 s' from pg_locks
+    where relation = 'task'::regclass and not granted"""
+
+
+def test_a_migration_of_both_tables(noting: Noting):
+    """It locks one and then the other; no lane has locked them in the other order meanwhile."""
+    running, done = noting.running, threading.Event()
+    noting.meanwhile[5] = done.set
+    _fill(noting, 2000)
+    with running:
+        running.until(done.is_set)
+        with running.admin.begin() as migration:
+            migration.execute(text("lock table task in access exclusive mode"))
+            # so long that a lane has looked for a deadlock by now, and will not look again
+            running.until(lambda: running.rows(WAITING) == [(True,)])
+            migration.execute(text("lock table task_worker in access exclusive mode"))
+        running.until_empty()
+    assert 2000 == len(set(noting.starts)) == len(noting.starts)
+
+
+@pytest.mark.parametrize("first", ["select", "set local application_name = 'a report'"])
+def test_it_is_known_since_when_it_runs(noting: Noting, first):
     """So it can be cancelled: that ends the transaction which began then, and no other."""
     running, found = noting.running, []
+    noting.first = first
 
     def cancel() -> None:
         def work() -> None:

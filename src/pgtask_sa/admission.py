@@ -4,8 +4,8 @@
   alone: most workers that are killed are killed from outside. Then, if that worker had nothing else
   in flight, it is the culprit: it is put back as after any failed attempt, or buried. If it had,
   nobody can tell, and it runs again, alone.
-* One whose handler did not come back in time, and whose start nobody has counted yet, is put back
-  or buried: whoever claims it finds that noted; see `enforcement`.
+* One whose handler did not come back in time, or lost its transaction, and whose start nobody has
+  counted yet, is put back or buried: whoever claims it finds that noted; see `enforcement`.
 * A task of the leased mode is not run in the claim's transaction: it is put back as leased, to run
   after the COMMIT.
 """
@@ -14,18 +14,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from uuid import UUID, uuid4
 
+import psycopg
+from sqlalchemy.exc import DBAPIError
+
 from pgtask_sa import presence_statements
 from pgtask_sa.calls import Face
 from pgtask_sa.claim import ROW_VERSION
-from pgtask_sa.errors import WorkerDied
+from pgtask_sa.errors import TaskFailed, WorkerDied
 from pgtask_sa.failures import describe
 from pgtask_sa.handlers import Handler
 from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.retry import Verdict
+from pgtask_sa.settle import CUT_OFF as LOST
 from pgtask_sa.settle import Claimed, Report, Settler, timed_out
 from pgtask_sa.solitude import LOOK, MOMENT, Solitary
 
@@ -100,6 +105,14 @@ class Admission:
                 self._grant(claimed)
         return [c for c in sound if self.handlers[c.task_type].lease is None], reports
 
+    def disown(self, claimed: Claimed) -> None:
+        """Leave a start, whose transaction is lost, to whoever claims the row, as soon as that is.
+
+        If it cannot be noted, the lane still owes it, and counts it if nobody is faster.
+        """
+        with suppress(DBAPIError, psycopg.Error):
+            claimed.noted = self.face.aside(partial(self.presence.disown, self.entry, claimed))
+
     def take_turn(self) -> None:
         """Wait until no other process runs a suspect, but not for long: it may be an innocent one.
 
@@ -113,14 +126,20 @@ class Admission:
     def _counted(self, batch: Sequence[Claimed]) -> Sequence[Claimed]:
         if not self.presence.must_look(batch):
             return batch
-        deaths = self.face.aside(lambda: self.presence.look(batch))
+        deaths = self.face.aside(lambda: self.presence.look(self.entry, batch))
         if any(self._is_end(claimed, deaths) for claimed in batch):
-            deaths = self.face.aside(lambda: self.presence.look(batch, COMEBACK))
+            deaths = self.face.aside(lambda: self.presence.look(self.entry, batch, COMEBACK))
         if not deaths:
             return batch
         found = [deaths.get(claimed.task_id, Deaths()) for claimed in batch]
         return [
-            replace(claimed, uncounted=each.count, was_alone=each.alone, was_taken=each.taken)
+            replace(
+                claimed,
+                uncounted=each.count,
+                was_alone=each.alone,
+                was_taken=each.taken,
+                was_late=each.late,
+            )
             for claimed, each in zip(batch, found, strict=True)
         ]
 
@@ -171,7 +190,8 @@ class Admission:
         handler = self.handlers[claimed.task_type]
         error: Exception = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
         if claimed.was_taken:
-            error = timed_out(handler.timeout or 0.0)
+            late, lost = timed_out(handler.timeout or 0.0), TaskFailed(LOST)
+            error = late if claimed.was_late else lost
         policy = handler.policy
         # several may have died of it, as they thought, before anybody counted
         surplus = min(max(claimed.attempts - policy.max_attempts, 0), claimed.uncounted)

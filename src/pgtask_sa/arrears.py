@@ -45,8 +45,8 @@ class Arrears:
         beyond = (sqlstate(trouble) or "").startswith(BEYOND_ITS_REACH)
         return count if beyond or count <= MAX_BLAMELESS else 0
 
-    def blame(self, lost: TransactionLost, trouble: BaseException | None) -> None:
-        """Note that a lost transaction is the task's fault, unless it is not."""
+    def blame(self, lost: TransactionLost, trouble: BaseException | None) -> bool:
+        """Note that a lost transaction is the task's fault; False if it is not."""
         cause = lost.error or trouble
         innocent = not lost.ended and any(is_blameless(link) for link in chain(cause))
         if innocent and self.bear(lost.claimed, cause):
@@ -57,8 +57,9 @@ class Arrears:
                 task_id=lost.claimed.task_id,
                 task_type=lost.claimed.task_type,
             )
-        else:
-            self.owed.append(lost)
+            return False
+        self.owed.append(lost)
+        return True
 
     def rescue(self, batch: Sequence[Claimed], lost: TransactionLost) -> None:
         """Note the rest of a batch, whose rows a handler may have committed away unrun."""

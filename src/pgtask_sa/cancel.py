@@ -225,7 +225,12 @@ class Canceller:
         A task that was cancelled because it kills its workers must not look as if it never ran.
         """
         version = claimed.values[ROW_VERSION]
-        key = {"task_ids": [claimed.task_id], "row_versions": [version], "worker_id": _NO_WORKER}
+        key = {
+            "task_ids": [claimed.task_id],
+            "row_versions": [version],
+            "worker_id": _NO_WORKER,
+            "own_lane": 0,
+        }
         rows = self.connection.execute(self._deaths, key)
         return replace(claimed, uncounted=sum(row.is_gone for row in rows))
 

@@ -89,6 +89,7 @@ from sqlalchemy import (
     column,
     delete,
     extract,
+    false,
     func,
     literal_column,
     or_,
@@ -178,18 +179,24 @@ def fair_claim(
 
 
 def fair_choice(
-    table: Table, limit: int, *, due_first: bool, bounded: bool = False, now: Now | None = None
+    table: Table,
+    limit: int,
+    *,
+    due_first: bool,
+    more: Sequence[ColumnElement[Any]] = (),
+    bounded: bool = False,
+    now: Now | None = None,
 ) -> Select[Any]:
-    """Lock what `fair_claim` takes."""
+    """Lock what `fair_claim` takes; ``more`` of each row is returned as well."""
     turns, moment = _turns(table), server_now() if now is None else now
     mine = (table.c.priority == turns.c.level, table.c.task_type == turns.c.kind)
     lottery = _lottery(table, mine, limit)
     planned = [due(table, mine, limit, moment, since() if bounded else LONG_AGO)]
     branches = planned + lottery if due_first else lottery + planned
     # FOR UPDATE next to UNION is not allowed, hence a sub-select around each branch
-    wrapped = [select(b.correlate(turns).subquery()) for b in branches]
+    wrapped = [select(b.add_columns(*more).correlate(turns).subquery()) for b in branches]
     picked = union_all(*wrapped).lateral("picked")
-    found = select(picked.c.task_id, picked.c.touched).select_from(turns.join(picked, true()))
+    found = select(*picked.c).select_from(turns.join(picked, true()))
     return found.limit(integer(limit))
 
 
@@ -391,6 +398,13 @@ def take(
         number = select(found.c.task_id).scalar_subquery()
     taken = delete(table).where(table.c.task_id == number)
     return taken.returning(*returned)
+
+
+def take_untouched(table: Table, chosen: Select[Any]) -> Executable:
+    """Delete the one row that ``chosen`` locked, which nobody had touched; it gives the number."""
+    returned = [*claim_columns(table), false().label(TOUCHED), _announce(table)]
+    number = chosen.correlate(None).scalar_subquery()
+    return delete(table).where(table.c.task_id == number).returning(*returned)
 
 
 def _announce(table: Table) -> ColumnElement[Any]:

@@ -18,7 +18,7 @@ from sqlalchemy import ColumnElement, Executable, Table, func
 from pgtask_sa.claim import PLACE, fair_choice, fair_claim, random_claim, sampled_claim
 from pgtask_sa.custom_claims import IS_READY, KEY, expression_claim, key_columns, keyed_claim
 from pgtask_sa.errors import ConfigurationError
-from pgtask_sa.noted_claims import note_next
+from pgtask_sa.noted_claims import note_next, to_be_noted
 
 Order: TypeAlias = Literal["fair", "random", "tablesample"]
 Row: TypeAlias = "Mapping[Any, Any]"  # a claimed one
@@ -172,8 +172,9 @@ class ByType:
 
     def _notes(self, table: Table) -> dict[Executable, Executable]:
         """Return, for each claim, what notes beforehand the task that it would take."""
+        more = to_be_noted(table)
         choices = [
-            fair_choice(table, 1, due_first=d, bounded=b)
+            fair_choice(table, 1, due_first=d, bounded=b, more=more)
             for b in (False, True)
             for d in (False, True)
         ]

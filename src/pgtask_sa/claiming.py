@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from sqlalchemy import Connection, Executable
+from sqlalchemy import Connection, Executable, text
 
 from pgtask_sa.claim_orders import Ask
 from pgtask_sa.engines import is_pooled
@@ -28,7 +28,8 @@ from pgtask_sa.wire import AllWired, Wired
 # empty, when nothing is cheaper than reading the whole table, would be kept while a million tasks
 # arrive, until autovacuum looks at the table: 40 ms a claim, not 0.4, with 200,000 tasks.
 REPLAN = b"DISCARD PLANS"
-AND_CHAIN = Command(b"COMMIT AND CHAIN")
+AND_CHAIN = text("COMMIT AND CHAIN")
+PATIENCE = text("SET LOCAL lock_timeout = '100ms'")  # less than until anybody looks for a deadlock
 LONGEST_PAUSE = 63  # claims
 
 
@@ -51,6 +52,8 @@ class Claiming:
         expects_writes: the next handler will probably need the savepoint.
         own_row: gives what names the lane's row, if the lane may note by itself what is next.
         leased: types whose start a lease counts.
+        only_once: types whose tasks have a single attempt: none is to be charged with a start that
+            was noted and never made.
         moved: told where that row is then, and whether it names nothing.
     """
 
@@ -65,6 +68,7 @@ class Claiming:
         self.expects_writes = False
         self.own_row: Callable[[], dict[str, Any] | None] = _no_row
         self.leased: list[str] = []
+        self.only_once: frozenset[str] = frozenset()
         self.moved: Callable[..., object] = lambda *_args, **_options: None
         self._claim_noted = claim_noted(tables.task)
         self._wired = AllWired()
@@ -148,15 +152,17 @@ class Claiming:
         parts, after = self._parts(ends, ask), self._savepoint()
         commands = [command for part in parts for command in part.commands]
         answers = exchange(self.connection, [*commands, *map(Command, after)])
+        if answers.problem() is None:
+            self.ground.begin()
+            self._prepared(parts)
+            self._take_ahead(ask, asks, parts, answers)
+            self._note(after)
+            return
         problem = answers.problem(slice(len(ends)))
         if problem is not None:
             raise problem
         self.ground.begin()
-        is_surprise = self._learn(parts, answers)
-        if answers.problem() is None:
-            self._take_ahead(ask, asks, parts, answers)
-            self._note(after)
-        elif not is_surprise:  # in any case it is claimed once more, and that will tell
+        if not self._learn(parts, answers):  # in any case it is claimed once more; that will tell
             self._pause = self._next_pause = LONGEST_PAUSE
 
     def _parts(self, ends: Sequence[str], ask: Ask) -> list[_Part]:
@@ -165,19 +171,26 @@ class Claiming:
         note, row = self._note_of(ask), self.own_row()
         if note is None or row is None:
             return [before, self._part(*ask)]
-        own = self._part(note, {**ask[1], **row, "leased": self.leased})
-        return [before, own, _Part([AND_CHAIN]), self._part(self._claim_noted, row)]
+        given = {**ask[1], **row, "leased": self.leased}
+        sent: list[Ask] = [(PATIENCE, {}), (note, given), (AND_CHAIN, {}), (self._claim_noted, {})]
+        return [before, *(self._part(*each) for each in sent)]
 
     def _note_of(self, ask: Ask) -> Executable | None:
         note = self.claimer.notes.get(ask[0])
         if note is not None and self._pause:
             self._pause -= 1
             return None
-        return note
+        return note if self.only_once.isdisjoint(ask[1]["types"]) else None
 
     def _part(self, statement: Executable, given: Mapping[str, Any]) -> _Part:
         wired, driver = self._wired[statement], self.connection.connection.driver_connection
         return _Part(wired.commands(driver, wired.parameters(given), keep=True), wired)
+
+    def _prepared(self, parts: Sequence[_Part]) -> None:
+        """Note that all is prepared now."""
+        for part in parts:
+            if part.wired is not None and len(part.commands) > 1:
+                part.wired.learn(self.connection.connection.driver_connection, None)
 
     def _learn(self, parts: Sequence[_Part], answers: Answers) -> bool:
         """Note what is prepared now, up to an error; True if that need not come again."""
@@ -199,19 +212,20 @@ class Claiming:
         claim = parts[-1].wired
         assert claim is not None  # noqa: S101 - it comes last
         rows = claim.rows(self.connection.connection.driver_connection, results[-1])
-        note = results[1:-1]  # none, or its answer and that to the COMMIT after it
-        if not note or self._was_noted(note[0], rows):
-            self._asks, self._ahead, self._is_noted = asks, rows, bool(note and rows)
+        note = results[2] if len(results) > 2 else None  # noqa: PLR2004 - as `_parts` has them
+        if note is None or self._was_noted(note, rows):
+            self._asks, self._ahead = asks, rows
+            self._is_noted = bool(rows and note is not None and note.ntuples)
         else:
             self._asks = chain([ask], asks)
 
     def _was_noted(self, noted: Any, rows: Sequence[Any]) -> bool:
         """Take in what was noted; False if something is there that cannot be claimed so."""
-        found = "1"  # for all we know: the row is elsewhere; the next ordinary note will find it
+        found = b"t"  # for all we know: the row is elsewhere; the next ordinary note will find it
         if noted.ntuples:
-            place, found, named = (noted.get_value(0, i).decode() for i in range(3))
-            self.moved(place, is_empty=named == "0")
-        was_missed = not rows and found != "0"
+            place, found, named = (noted.get_value(0, i) for i in range(3))
+            self.moved(place.decode(), is_empty=named == b"0")
+        was_missed = not rows and found == b"t"
         self._pause = self._next_pause = min(2 * self._next_pause + 1, LONGEST_PAUSE) * was_missed
         return not was_missed
 

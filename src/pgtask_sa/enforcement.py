@@ -24,7 +24,6 @@ lane owes the attempt, and finds out in the same way whether it was counted.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -34,7 +33,7 @@ from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import presence_statements, statements
 from pgtask_sa.admission import Lease
-from pgtask_sa.claim import BACKEND_PID, BEGUN_AT, ROW_VERSION
+from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.engines import is_pooled
 from pgtask_sa.execution import Execution
 from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
@@ -93,9 +92,7 @@ class Enforcer:
             else:  # its transaction had ended already, in whatever way: it was no COMMIT
                 if not settler.count_apart(claimed, timed_out(seconds), seconds):
                     return False
-            if claimed.noted:
-                forget = presence_statements.dismiss(execution.tables.task)
-                connection.execute(forget, {"worker_id": claimed.noted})
+            settler.forget(claimed)
         return True
 
     def _take_leased(self, execution: Execution, lease: Lease) -> bool:
@@ -121,14 +118,8 @@ class Enforcer:
         admission = execution.admission
         if claimed.noted or admission is None or not admission.presence.is_noting:
             return
-        nobody = 1 + secrets.randbelow(2**31 - 1)
-        entry = {
-            "me": admission.presence.worker_id,
-            "own_lane": admission.entry,
-            "nobody": nobody,
-            "task_ids": [claimed.task_id],
-            "row_versions": [claimed.values[ROW_VERSION]],
-        }
+        pid = claimed.values[BACKEND_PID]
+        entry = admission.presence.farewell(admission.entry, claimed, pid)
         try:
             with self.engine.connect() as connection, connection.begin():
                 connection.execute(set_lock_timeout(FIRST_PATIENCE))
@@ -138,7 +129,7 @@ class Enforcer:
             if sqlstate(error) != LOCK_NOT_AVAILABLE:  # the same DDL has locked this one, too
                 raise
         else:
-            claimed.noted = nobody if is_noted else 0
+            claimed.noted = entry["nobody"] if is_noted else 0
 
 
 def _limit(execution: Execution, claimed: Claimed) -> float:

@@ -124,8 +124,10 @@ class Execution:
             batch = claim()
             finished = self._work(batch)
         except TransactionLost as lost:
-            self._give_up(transaction)
-            self._blame(lost)
+            try:
+                self._blame(lost)  # first: the row may be free already
+            finally:
+                self._give_up(transaction)
             self.arrears.rescue(batch, lost)
             if lost.unrun:  # then one of those before is the culprit, if they are back
                 self._run_alone(batch[: batch.index(lost.claimed)])
@@ -369,6 +371,7 @@ class Execution:
         for claimed in batch:
             if not self.arrears.bear(claimed, error):  # if it is done after all, nothing is counted
                 self.arrears.owed.append(TransactionLost(claimed, error))
+                self._disown(claimed)
 
     def _commit_checked(
         self, transaction: Any, batch: list[Claimed], finished: list[Report]
@@ -402,7 +405,14 @@ class Execution:
     def _blame(self, lost: TransactionLost) -> None:
         """Note that a lost transaction is the task's fault; not if the deadline was enforced."""
         if lost.claimed is not self.settled:  # else the attempt has been counted
-            self.arrears.blame(lost, self.ground.trouble())
+            is_owed = self.arrears.blame(lost, self.ground.trouble())
+            if is_owed and not lost.unrun:
+                self._disown(lost.claimed)
+
+    def _disown(self, claimed: Claimed) -> None:
+        """Note a start that is owed: others may claim the row before it can be counted."""
+        if self.admission is not None and not claimed.noted:
+            self.admission.disown(claimed)
 
     def _find_culprit(self, batch: list[Claimed], error: BaseException) -> None:
         """Blame the only task of a batch for a failed COMMIT, or run each one alone to see."""

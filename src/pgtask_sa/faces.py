@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
+from sqlalchemy.util import await_only
 
 from pgtask_sa.aside import aside
 from pgtask_sa.calls import T, in_one_process, in_one_process_async
@@ -85,11 +86,7 @@ class AsyncFace:
 
     def wait(self, awaitable: Awaitable[T]) -> T:
         """Await something, from within the synchronous code."""
-        return self._dbapi().run_async(lambda _driver: awaitable)  # type: ignore[no-any-return]
-
-    def _dbapi(self) -> Any:
-        sync_connection: Any = self.connection.sync_connection
-        return sync_connection.connection.dbapi_connection
+        return await_only(awaitable)  # also where the connection is lost
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Await the coroutine; within its time, if there is a limit."""

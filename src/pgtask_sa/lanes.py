@@ -103,6 +103,8 @@ class Shared:
         """Let a lane note by itself what it is to run next."""
         assert lane.entry is not None  # noqa: S101 - it has been enlisted
         claiming.leased = [name for name, each in self.handlers.items() if each.lease is not None]
+        once = (name for name, each in self.handlers.items() if each.policy.max_attempts == 1)
+        claiming.only_once = frozenset(once)
         claiming.own_row = partial(self.presence.own_row, lane.entry)
         claiming.moved = partial(self.presence.moved, lane.entry)
 

@@ -124,6 +124,7 @@ def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Answers]:
             pgconn.consume_input()
         while (result := (yield from _next(pgconn))) is not None:
             found.append(result)
+            pgconn.get_result()  # the end of its command; nothing to wait for
     except psycopg.OperationalError as lost:
         return Answers(found, lost)
     return Answers(found, None)
@@ -132,11 +133,11 @@ def _answers(pgconn: pq.abc.PGconn) -> Generator[int, None, Answers]:
 def _next(pgconn: pq.abc.PGconn) -> Generator[int, None, pq.abc.PGresult | None]:
     """Read the next answer; None after the last."""
     while pgconn.status == pq.ConnStatus.OK:
-        while pgconn.is_busy():
+        while pgconn.is_busy():  # this lets other threads in, so it is not to be asked often
             yield select.POLLIN
             pgconn.consume_input()
         result = pgconn.get_result()
-        if result is not None:  # None is the end of one command's results
+        if result is not None:
             return None if result.status == pq.ExecStatus.PIPELINE_SYNC else result
     raise psycopg.OperationalError("the connection was lost")
 

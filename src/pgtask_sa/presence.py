@@ -57,14 +57,17 @@ class Deaths:
     """How many workers died while a task was in flight, and whether one had nothing else.
 
     Attributes:
-        count: of these starts, also of those whose time was over, while their worker lives on.
+        count: of these starts, also of those that were taken from a handler: its time was over, or
+            its transaction was lost, while its worker lives on.
         alone: one had nothing else.
         taken: there is one of the latter.
+        late: and its time was over.
     """
 
     count: int = 0
     alone: bool = False
     taken: bool = False
+    late: bool = False
 
 
 class Presence:
@@ -105,13 +108,14 @@ class Presence:
             self._lanes = number
             return number
 
-    def look(self, batch: Sequence[Claimed], patience: float = 0.0) -> dict[int, Deaths]:
+    def look(self, lane: int, batch: Sequence[Claimed], patience: float = 0.0) -> dict[int, Deaths]:
         """Tell which workers died of tasks that are claimed now, before these are noted as ours.
 
         Nothing is asked of the database unless another transaction has locked one of these rows
         before, or one is named by a dead worker.
 
         Args:
+            lane: who has claimed.
             batch: what is claimed.
             patience: seconds in which a worker may come back that has lost all its connections.
         """
@@ -121,7 +125,7 @@ class Presence:
         versions = [claimed.values[ROW_VERSION] for claimed in batch]
         end = time.monotonic() + patience
         while True:
-            rows = self._claims_before(ids, versions)
+            rows = self._claims_before(lane, ids, versions)
             missed = any(row.is_gone and not row.is_taken for row in rows)
             if not missed or time.monotonic() >= end:
                 return _deaths(rows)
@@ -162,6 +166,33 @@ class Presence:
     def moved(self, lane: int, place: str, *, is_empty: bool) -> None:
         """Take in where a lane's row is that it has written; ``is_empty`` if that names no task."""
         self._notes.moved(lane, place, is_empty=is_empty)
+
+    def disown(self, lane: int, claimed: Claimed) -> int:
+        """Leave a start, whose transaction is lost, to whoever claims the row next.
+
+        That may be at once, and long before this worker could count it.
+
+        Returns:
+            Under which number it is noted; 0 if it is not.
+        """
+        if not self._is_direct:
+            return 0
+        entry = self.farewell(lane, claimed, backend_pid=None)
+        statement = statements.disown(self.task)
+        with self._lock:
+            row = self._surely(lambda connection: connection.execute(statement, entry).first())
+        return 0 if row is None else entry["nobody"]
+
+    def farewell(self, lane: int, claimed: Claimed, backend_pid: int | None) -> dict[str, Any]:
+        """Return the parameters of `presence_statements.disown`, with a new number."""
+        return {
+            "me": self.worker_id,
+            "own_lane": lane,
+            "nobody": 1 + secrets.randbelow(2**31 - 1),
+            "task_ids": [claimed.task_id],
+            "row_versions": [claimed.values[ROW_VERSION]],
+            "backend_pid": backend_pid,
+        }
 
     def rest(self, lane: int) -> None:
         """Note that a lane runs nothing, if that is news."""
@@ -369,13 +400,18 @@ class Presence:
         finally:
             self._lock.release()
 
-    def _claims_before(self, ids: list[int], versions: list[int]) -> Sequence[Any]:
-        """List who else had claimed these rows before, and whether he is dead.
+    def _claims_before(self, lane: int, ids: list[int], versions: list[int]) -> Sequence[Any]:
+        """List which other lanes had claimed these rows before, and whether they are dead.
 
         A row may be free a moment before its dead worker's lock is: the server ends each connection
         by itself. One that lives has rolled back, and soon notes something else.
         """
-        given = {"worker_id": self.worker_id, "task_ids": ids, "row_versions": versions}
+        given = {
+            "worker_id": self.worker_id,
+            "own_lane": lane,
+            "task_ids": ids,
+            "row_versions": versions,
+        }
         statement = statements.deaths(self.task)
         for _ in range(LOOKS):
             with self._lock:
@@ -395,4 +431,5 @@ def _deaths(claims_before: Sequence[Any]) -> dict[int, Deaths]:
             deaths.count += 1
             deaths.alone = deaths.alone or row.beside == 1
             deaths.taken = deaths.taken or row.is_taken
+            deaths.late = deaths.late or (row.is_taken and row.is_late)
     return found

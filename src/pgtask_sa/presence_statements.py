@@ -8,6 +8,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Delete,
+    FromClause,
     Insert,
     Integer,
     Select,
@@ -106,7 +107,7 @@ def enlist(task: Table) -> Insert:
     )
 
 
-def _lane(table: Table) -> ColumnElement[Any]:
+def _lane(table: FromClause) -> ColumnElement[Any]:
     return func.mod(table.c.lane, literal_column(str(NUMBERS), Integer))
 
 
@@ -174,12 +175,17 @@ def disown(task: Table) -> Update:
 
     Of what it names, only ``:task_ids`` stays. Its new number, ``:nobody``, is one whose lock is
     held by nobody: so whoever claims that row next counts this start. That of the lane, below 0,
-    says that the worker lives and the task was taken from its handler. No row comes back if the
-    lane has no entry, or it does not name that task.
+    says that the worker lives and the task was taken from its handler, in the server process
+    ``:backend_pid``; null if the transaction was lost by itself. No row comes back if the lane has
+    no entry, or it does not name that task.
     """
     table = worker_table(task)
     nobody = {"worker_id": bindparam("nobody"), "lane": -table.c.lane}
-    start = {"task_ids": TASK_IDS, "row_versions": ROW_VERSIONS}
+    start = {
+        "task_ids": TASK_IDS,
+        "row_versions": ROW_VERSIONS,
+        "backend_pid": bindparam("backend_pid", type_=Integer),
+    }
     mine = (table.c.worker_id == ME, _lane(table) == bindparam("own_lane", type_=Integer))
     named = table.c.task_ids.contains(TASK_IDS)
     return update(table).where(*mine, named).values(nobody | start).returning(table.c.lane)
@@ -201,16 +207,18 @@ def _is_unsettled(task: Table, held: Any) -> ColumnElement[bool]:
 def _is_gone(table: Any) -> ColumnElement[bool]:
     """Say whether a worker is dead. Its lock is free then; many may look at the same time."""
     free = func.pg_try_advisory_xact_lock_shared(CLASS, table.c.worker_id)
-    return or_(and_(table.c.is_direct, free), ~table.c.is_direct)
+    # one's own lock looks free, too
+    return and_(table.c.worker_id != MINE, or_(and_(table.c.is_direct, free), ~table.c.is_direct))
 
 
 def deaths(task: Table) -> Select[Any]:
-    """Of claimed rows, tell which others had claimed before, and what became of those workers.
+    """Of rows claimed by a lane, ``:own_lane``, tell which others had claimed before.
 
     Returns:
         One row for each such claim: ``task_id``; ``is_gone``, whether its worker is dead;
-        ``beside``, how many tasks that had in flight, this one included, in all its lanes; and
-        ``is_taken``, whether instead the task was taken from a handler whose time was over.
+        ``beside``, how many tasks that had in flight, this one included, in all its lanes;
+        ``is_taken``, whether instead the task was taken from its handler; and ``is_late``, whether
+        that was since its time was over.
     """
     table = worker_table(task)
     other, lane = table.alias("other"), table.alias("lane")
@@ -227,11 +235,12 @@ def deaths(task: Table) -> Select[Any]:
             claimed.c.task_id,
             beside.label("beside"),
             (other.c.lane < literal_column("0")).label("is_taken"),
+            other.c.backend_pid.is_not(None).label("is_late"),
             _is_gone(other).label("is_gone"),
         )
         .select_from(other.join(held, true()).join(claimed, same))
         .where(
-            other.c.worker_id != MINE,
+            or_(other.c.worker_id != MINE, _lane(other) != bindparam("own_lane", type_=Integer)),
             other.c.task_ids.overlap(TASK_IDS),
             other.c.server_started_at == func.pg_postmaster_start_time(),
         )

@@ -230,15 +230,18 @@ def lanes(workers: Table, now: Now | None = None) -> Select[Any]:
 
 
 def _running_since(c: Any) -> ColumnElement[Any]:
-    """Return when the transaction began in which a lane runs the only task that it names."""
+    """Return when the transaction began in which a lane runs the only task that it names.
+
+    Which task it runs stands in its name, unless the handler has changed that.
+    """
     activity = sql_table("pg_stat_activity", *map(column, ACTIVITY), schema="pg_catalog").c
-    first = c.task_ids[literal_column("1", Integer)]
-    shown = func.concat(
-        literal_column(f"'{APPLICATION_NAME} '", Text), first, literal_column("' '", Text)
-    )
+    name, first = activity.application_name, c.task_ids[literal_column("1", Integer)]
+    some, space = literal_column(f"'{APPLICATION_NAME} '", Text), literal_column("' '", Text)
+    is_same = func.starts_with(name, func.concat(some, first, space))
+    is_changed = and_(~func.starts_with(name, some), activity.backend_xid.is_not(None))
     return (
         select(activity.xact_start)
-        .where(activity.pid == c.backend_pid, func.starts_with(activity.application_name, shown))
+        .where(activity.pid == c.backend_pid, or_(is_same, is_changed))
         .scalar_subquery()
     )
 

@@ -13,7 +13,7 @@ from uuid import UUID
 from sqlalchemy import Connection, Executable, Table
 from sqlalchemy.exc import DBAPIError
 
-from pgtask_sa import statements
+from pgtask_sa import presence_statements, statements
 from pgtask_sa.claim import ROW_VERSION, claim_by_force, claim_by_id
 from pgtask_sa.errors import TaskError, TaskFailed
 from pgtask_sa.events import Events
@@ -37,7 +37,9 @@ class Claimed:
         uncounted: starts that the row does not count: with workers that died. Less than none in a
             lease, where the row counts the start that is under way.
         was_alone: one of these workers had nothing else in flight.
-        was_taken: of these starts the last was no death: the time of the handler was over.
+        was_taken: of these starts the last was no death: the time of the handler was over, or its
+            transaction was lost.
+        was_late: its time was over.
         noted: under which number this start is noted, if it is, for whoever claims the row next. Of
             a leased task, where the row counts it: its connection was cut.
         in_flight: its lane's row names it already; see noted_claims.
@@ -50,6 +52,7 @@ class Claimed:
     uncounted: int = 0
     was_alone: bool = False
     was_taken: bool = False
+    was_late: bool = False
     noted: int = 0
     in_flight: bool = False
 
@@ -116,6 +119,7 @@ class Tables:
         self.equal_waiting = statements.equal_waiting(self.task)
         self.bury = statements.bury(self.task, self.dead)
         self.exists = statements.task_exists(self.task)
+        self.dismiss = presence_statements.dismiss(self.task)
         self.claim_by_id = claim_by_id(self.task)
         self.claim_by_force = claim_by_force(self.task)
 
@@ -285,8 +289,17 @@ class Settler:
             if not self._is_there(claimed):
                 self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
             return
-        if not self._count_apart(claimed, error) and self._must_come_back(lost):
+        if self._count_apart(claimed, error):
+            self.forget(claimed)
+        elif self._must_come_back(lost):
             self.fail(claimed, error)
+        elif claimed.noted and not self._is_there(claimed):
+            self.forget(claimed)  # whoever claimed it has counted, and buried it
+
+    def forget(self, claimed: Claimed) -> None:
+        """Take out the note that leaves a start to others, if there is one: it is counted."""
+        if claimed.noted:
+            self.connection.execute(self.tables.dismiss, {"worker_id": claimed.noted})
 
     def count_apart(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> bool:
         """Count a start whose own transaction is gone; False if somebody else holds the row.

@@ -43,7 +43,8 @@ class Wired:
     def __init__(self, statement: Executable) -> None:
         compiled: Any = statement.compile(dialect=_NUMBERED)  # type: ignore[attr-defined]
         self.text: str = compiled.string
-        digest = hashlib.blake2b(self.text.encode(), digest_size=12).hexdigest()
+        self._bytes = self.text.encode()
+        digest = hashlib.blake2b(self._bytes, digest_size=12).hexdigest()
         self.name = f"pgtask_{digest}".encode()
         self._names: list[str] = compiled.positiontup or []
         self._fixed: Mapping[str, Any] = compiled.params
@@ -56,7 +57,7 @@ class Wired:
 
     def commands(self, driver: Any, values: list[bytes | None], *, keep: bool) -> list[Command]:
         """Return what executes it; with ``keep`` the server keeps it prepared."""
-        text = self.text.encode()
+        text = self._bytes
         if not keep:
             return [Command(text, values)]
         execute = Command(text, values, self.name)

@@ -73,6 +73,7 @@ class Job:
     version: int = 0  # of the row: the next one with every commit
     settled: int = 0  # how often it was settled; a lease ends with the next time
     deaths: int = 0  # of workers, which the lane that holds it has found
+    is_left: bool = False  # of these starts there is one that was no death
     starts: int = 0
     forgiven: int = 0  # starts that need not count
     unsettled: tuple[Fate, int] | None = None  # and its version, if it may not have been settled
@@ -135,7 +136,7 @@ class Job:
         found: set[Fate] = set()
         if deaths or fate.place == "leased":  # the death is counted
             counted = max(fate.attempts, min(before, self.max_attempts))
-            found.add(self.failed(fate, counted, "worker died"))
+            found.add(self.failed(fate, counted, "failed" if self.is_left else "worker died"))
         if self.is_leased and before < self.max_attempts:
             found.add(replace(fate, place="leased", attempts=before + 1))
             found.add(replace(fate, place="waiting", attempts=before))  # a lane runs one at a time

@@ -58,12 +58,14 @@ class Machine(RuleBasedStateMachine):
         self.buried_entries: list[dict[int, int]] = []  # of dead lanes: task to its version
         self.noted: dict[Lane, dict[int, int]] = {}
         self.batch: dict[Lane, dict[int, Work | None]] = {}  # what each lane has claimed
-        self.found: dict[tuple[Lane, int], tuple[int, int]] = {}  # version and deaths then
+        self.found: dict[tuple[Lane, int], tuple[int, int, int]] = {}  # version, deaths, attempts
         self.leases: dict[tuple[Lane, int], int] = {}  # how often it was settled when granted
         self.current: dict[Lane, int] = {}
         self.work: dict[Lane, Work] = {}
         self.disturbed: set[Lane] = set()  # whose connection was cut, or whose task was taken
         self.owed: dict[Lane, list[int]] = {}
+        # starts that anybody may count: the version, and the attempts before
+        self.left: dict[tuple[Lane, int], tuple[int, int]] = {}
         self.outcomes: dict[tuple[Lane, int], str] = {}  # also of those that did not count
         self.serial = 0
 
@@ -256,7 +258,8 @@ class Machine(RuleBasedStateMachine):
                 job.fates = {fate for fate in job.fates if fate.place == "waiting"}
             job.holder = lane
             job.deaths = self._deaths(job)
-            self.found[lane, task_id] = (job.version, job.deaths)
+            job.is_left = self._left(job) > 0
+            self.found[lane, task_id] = (job.version, job.deaths, job.fate.attempts)
         self.batch[lane] = dict.fromkeys(ids)
 
     def _break_shares(self, task_id: int) -> None:
@@ -321,8 +324,13 @@ class Machine(RuleBasedStateMachine):
         """Note that a lane counted an attempt afterwards, if the task was free."""
         if not (job.is_waiting() and job.fate.place == "waiting"):
             return
+        now = job.version, job.fate.attempts
+        left = self.left.pop((lane, job.task_id), now)
+        if left[0] != now[0] and left[1] != now[1]:
+            self.tally["counted by others"] += 1
+            return
         self.tally["counted afterwards"] += 1
-        version, deaths = self.found[lane, job.task_id]
+        version, deaths, _ = self.found[lane, job.task_id]
         known = deaths if version == job.version else 0
         attempt = job.fate.attempts + 1 + known
         outcome = outcome if outcome in ("discard", "snooze") else "fail"
@@ -334,7 +342,15 @@ class Machine(RuleBasedStateMachine):
 
     def _deaths(self, job: Job) -> int:
         """Count the dead workers that had this version of the row in flight."""
-        return sum(entry.get(job.task_id) == job.version for entry in self.buried_entries)
+        dead = sum(entry.get(job.task_id) == job.version for entry in self.buried_entries)
+        return dead + self._left(job)
+
+    def _left(self, job: Job) -> int:
+        """Count the starts whose transaction was lost, and which their lanes have not counted."""
+        return sum(
+            task_id == job.task_id and version == job.version
+            for (_, task_id), (version, _) in self.left.items()
+        )
 
     def _on_rollback(self, lane: Lane) -> None:
         batch = self.batch.get(lane, {})
@@ -375,6 +391,18 @@ class Machine(RuleBasedStateMachine):
             self.jobs[task_id].holder = None
             if work is not None and not lane.process.is_dead:  # else the death is counted
                 self.jobs[task_id].forgiven += 1
+        self._leave(lane)
+
+    def _leave(self, lane: Lane) -> None:
+        """Note what a lane has left to others to count, if it has done so."""
+        for task_id in lane.left():
+            key, job = (lane, task_id), self.jobs[task_id]
+            if key not in self.left:
+                version, _, attempts = self.found[key]
+                self.left[key] = version, attempts
+                self.noted.pop(lane, None)  # that note it is
+                # who holds it already, may not know
+                job.forgiven -= job.holder is None and job.version == version
 
     def _after_crash(self, process: Process) -> None:
         self.processes.remove(process)

@@ -297,6 +297,10 @@ class Lane:
         """Return the tasks whose attempts it has still to count."""
         return [lost.claimed.task_id for lost in self._arrears.owed]
 
+    def left(self) -> list[int]:
+        """Return of what it owes that which is left to whoever claims it first."""
+        return [lost.claimed.task_id for lost in self._arrears.owed if lost.claimed.noted]
+
     # -- inside its thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
