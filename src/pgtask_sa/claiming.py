@@ -177,10 +177,12 @@ class Claiming:
 
     def _note_of(self, ask: Ask) -> Executable | None:
         note = self.claimer.notes.get(ask[0])
-        if note is not None and self._pause:
+        if note is None or not self.only_once.isdisjoint(ask[1]["types"]):
+            return None
+        if self._pause:
             self._pause -= 1
             return None
-        return note if self.only_once.isdisjoint(ask[1]["types"]) else None
+        return note
 
     def _part(self, statement: Executable, given: Mapping[str, Any]) -> _Part:
         wired, driver = self._wired[statement], self.connection.connection.driver_connection
