@@ -12,7 +12,7 @@ import pytest
 from waiting import wait_until
 
 from pgtask_sa import supervisor
-from pgtask_sa.events import Events
+from pgtask_sa.events import Event, Events
 from pgtask_sa.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -23,7 +23,8 @@ class Recorded(Supervisor):
     """Notes the pause before each start of a child."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: os._exit(1), 1, Events(), drain=False)
+        self.told: list[Event] = []
+        super().__init__(lambda: os._exit(1), 1, Events([self.told.append]), drain=False)
         self.pauses: list[float] = []
         self.began = time.monotonic()
 
@@ -53,6 +54,8 @@ def test_a_child_that_dies_at_once_again_and_again():
         took = time.monotonic() - supervised.began
     assert [0.0, 0.1, 0.3, 0.7, 1.5] == supervised.pauses
     assert took > sum(supervised.pauses)
+    told = [event.message.partition("unasked; ")[2] for event in supervised.told[:4]]
+    assert [f"another is started in {pause} s" for pause in supervised.pauses[1:]] == told
 
 
 def test_the_longest_pause(monkeypatch: pytest.MonkeyPatch):
@@ -69,3 +72,4 @@ def test_a_child_that_had_lived(monkeypatch: pytest.MonkeyPatch):
     with _running() as supervised:
         wait_until(lambda: len(supervised.pauses) == 4)
     assert [0.0] * 4 == supervised.pauses[:4]
+    assert "another is started at once" in supervised.told[0].message

@@ -37,7 +37,7 @@ class SyncFace:
         self.make = make
         self.lane = lane
         self.watchdog = watchdog
-        watchdog.see(lane)
+        self.place = watchdog.see(lane)
 
     def open(self, **options: Any) -> tuple[Session, Any]:
         """Open a Session on the lane's connection."""
@@ -50,8 +50,12 @@ class SyncFace:
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Call the function; a coroutine that it returns would never run, so that is a failure."""
-        with self.watchdog.guard(handler.timeout, self.lane, claimed):
-            result = in_one_process(handler.function, arguments)
+        self.place.begin(handler.timeout, handler.lease)
+        try:
+            with self.watchdog.guard(handler.timeout, self.lane, claimed):
+                result = in_one_process(handler.function, arguments)
+        finally:
+            self.place.end()
         if result is not None and inspect.isawaitable(result):
             if inspect.iscoroutine(result):
                 result.close()
@@ -72,7 +76,7 @@ class AsyncFace:
         self.make = make
         self.lane = lane
         self.watchdog = watchdog
-        watchdog.see(lane)
+        self.place = watchdog.see(lane)
         self._running: asyncio.Future[Any] | None = None
 
     def open(self, **options: Any) -> tuple[Session, Any]:
@@ -92,8 +96,12 @@ class AsyncFace:
         """Await the coroutine; within its time, if there is a limit."""
         # the watchdog is for a coroutine that blocks the loop, where no other timer runs
         grace = 2 * SECOND_GRACE
-        with self.watchdog.guard(handler.timeout, self.lane, claimed, grace=grace):
-            self.wait(self._await(handler, arguments, claimed))
+        self.place.begin(handler.timeout, handler.lease)
+        try:
+            with self.watchdog.guard(handler.timeout, self.lane, claimed, grace=grace):
+                self.wait(self._await(handler, arguments, claimed))
+        finally:
+            self.place.end()
 
     async def _await(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         running = self._running = asyncio.ensure_future(_outcome(handler.function(*arguments)))

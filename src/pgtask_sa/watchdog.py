@@ -4,7 +4,8 @@ A coroutine can be cancelled, unless it blocks its loop. A thread that loops or 
 stopped from outside. But its work can be undone: the watchdog terminates the lane's server process
 from a connection of its own. The row is free, the attempt is counted, and the stuck handler finds a
 dead connection whenever it wakes. If it does not wake soon, the lane is written off and another
-takes its place.
+takes its place. A handler that holds the interpreter stops this thread as well: that is for the
+supervisor to see, see `vital_signs`.
 
 A deadline takes two steps. To mark the attempt as expired costs nothing and is done for each at its
 moment: from then on it cannot be committed. To enforce that takes a connection and locks, so it may
@@ -27,12 +28,13 @@ from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from operator import attrgetter
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from pgtask_sa.enforcement import Enforcer
 from pgtask_sa.execution import Execution
 from pgtask_sa.failures import headline
 from pgtask_sa.settle import Claimed, timed_out
+from pgtask_sa.vital_signs import Place, VitalSigns
 
 SECOND_GRACE = 2.0
 WARN_FROM = 10.0  # seconds; of limits that long it is told when half of the time is over
@@ -127,8 +129,9 @@ class Watchdog(threading.Thread):
         super().__init__(name="pgtask-watchdog", daemon=True)
         self.enforcer = enforcer
         self.on_stuck: Callable[[Any, Claimed, str], None] = lambda *_: None
+        self.signs = VitalSigns()  # for a supervisor, if there is one
         self._changed = threading.Condition()
-        self._lanes: WeakSet[Guarded] = WeakSet()
+        self._lanes: WeakKeyDictionary[Guarded, Place] = WeakKeyDictionary()
         self._stuck: list[Watch] = []  # handlers whose task was taken from them
         self._awake_at = math.inf  # when it looks next; infinity while it looks
         self._stopping = False
@@ -146,10 +149,15 @@ class Watchdog(threading.Thread):
             return _UNGUARDED
         return Watch(self, lane, claimed, seconds, grace=grace)
 
-    def see(self, lane: Guarded) -> None:
-        """Look at the watches of a lane from now on, as long as there is one."""
+    def see(self, lane: Guarded) -> Place:
+        """Look at the watches of a lane from now on, as long as there is one.
+
+        Returns where it has to say what it runs, for whoever watches over this very thread.
+        """
         with self._changed:
-            self._lanes.add(lane)
+            if lane not in self._lanes:
+                self._lanes[lane] = self.signs.place()
+            return self._lanes[lane]
 
     def heed(self, when: float) -> None:
         """Be awake at that moment; the watch is to be found already."""

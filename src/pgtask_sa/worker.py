@@ -57,8 +57,9 @@ class Worker:
             session of its own: LISTEN, the notes of what runs, deaths, `cancel`. Without it such a
             worker looks every second, and counts no deaths.
         concurrency: how many sync handlers run at once (each in a thread), and how many async ones.
-        processes: how many child processes do that, under the eyes of this one: one that dies, or
-            in which a handler is stuck, is replaced. None does it in this process.
+        processes: how many child processes do that, under the eyes of this one: one that dies, in
+            which a handler is stuck, or whose interpreter a handler holds, is replaced. None does
+            it in this process.
         batch_size: tasks per claim and transaction. 1 (the default) repeats one e-mail after a
             crash; larger batches are faster, and good for handlers that only touch the database.
         order: ``fair`` (equal turns for each type), ``random`` or ``tablesample``.
@@ -155,7 +156,7 @@ class Worker:
             class_=AsyncTaskSession, task_class=tasks.task_class
         )
         self._stopping = threading.Event()
-        self._on_leaving: Callable[[], None] = lambda: None
+        self._supervisor: Supervisor | None = None
         self._stop_asked = False
         self._cut_asked = False
         self._signals = 0
@@ -174,9 +175,10 @@ class Worker:
         """
         o = self.options
         if o.supervised:
-            supervisor = Supervisor(self._run_here, o.processes, self.events, drain=o.drain)
-            self._on_leaving = supervisor.ask_for_another
-            return supervisor.run()
+            self._supervisor = Supervisor(
+                self._run_here, o.processes, self.events, drain=o.drain, grace=o.grace
+            )
+            return self._supervisor.run()
         return self._run_here()
 
     def stop(self, *, now: bool = False) -> None:
@@ -228,7 +230,9 @@ class Worker:
 
     def _run_here(self) -> int:
         crew = Crew(self._plan(), self._stopping, self.stop)
-        crew.on_leaving = self._on_leaving
+        if self._supervisor is not None:  # this is one of its children
+            crew.on_leaving = self._supervisor.ask_for_another
+            crew.watchdog.signs = self._supervisor.signs
         with routed(self._on_signal):
             self.events.emit("worker.started", "worker started", **self._summary())
             crew.start()

@@ -27,7 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--database-url", default=None, help="default: the environment variable DATABASE_URL")
     add("--direct-url", help="the same without the pooler; default: DATABASE_DIRECT_URL")
     add("--concurrency", type=int, default=4, help="tasks at once in each process (4)")
-    add("--processes", type=int, help="child processes, replaced when they die (none: work here)")
+    add(
+        "--processes",
+        type=int,
+        help="child processes, replaced when they die or hang (none: work here)",
+    )
     add("--batch-size", type=int, default=1, help="tasks per claim and transaction (1)")
     add("--order", choices=get_args(Order), default="fair", help="order of claims (fair)")
     add(

@@ -19,6 +19,7 @@ from pgtask_sa.execution import Execution
 from pgtask_sa.faces import AsyncFace, SyncFace
 from pgtask_sa.settle import Tables
 from pgtask_sa.turns import Claimer
+from pgtask_sa.vital_signs import VitalSigns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,5 +176,6 @@ def sweepers(url: str, kind: str, **options: Any) -> Iterator[Sweeper]:
 
 def _unwatched() -> Any:
     """Return a lane and a watchdog that set no deadlines."""
-    watchdog = SimpleNamespace(guard=lambda *_, **__: nullcontext(), see=lambda _lane: None)
+    place = VitalSigns().place()
+    watchdog = SimpleNamespace(guard=lambda *_, **__: nullcontext(), see=lambda _lane: place)
     return SimpleNamespace(), watchdog
