@@ -89,7 +89,7 @@ class Base(DeclarativeBase):
     metadata = MetaData(schema="Work Shop")
 
 class Job(TaskMixin, Base):
-    __tablename__ = "Job's :queue"
+    __tablename__ = "Job's 100%s :queue"
 
 class DeadJob(DeadTaskMixin, Base):
     __tablename__ = "dead_job"

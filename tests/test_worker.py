@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 from running import Running
-from sqlalchemy import text
+from sqlalchemy import MetaData, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Session, sessionmaker
+from sqlalchemy.schema import CreateSchema
 
-from pgtask_sa import ConfigurationError, TaskRegistry, Worker
+from pgtask_sa import ConfigurationError, DeadTaskMixin, TaskMixin, TaskRegistry, Worker
+from pgtask_sa.checkup import examine
+from pgtask_sa.patient import Patient
+from pgtask_sa.settle import Tables
 
 URL = "postgresql://localhost/none"
 
@@ -94,6 +98,45 @@ def test_drain(db_url, order, batch_size):
         assert 0 == running.wait()
     assert [*range(20), *range(100, 120), *[1000] * 20] == running.marks()
     assert 1 == running.count()
+
+
+@pytest.mark.parametrize("batch_size", [1, 7])
+def test_names_with_per_cent_signs(db_url, batch_size):
+    """Its table may be named so, and its schema; the doctor finds it, too."""
+
+    class Base(DeclarativeBase):
+        metadata = MetaData(schema="100%s")
+
+    class Job(TaskMixin, Base):
+        __tablename__ = "ta%sk"
+
+    class DeadJob(DeadTaskMixin, Base):
+        __tablename__ = "dead %d"
+
+    running = Running(db_url, TaskRegistry(task_class=Job), drain=True, batch_size=batch_size)
+    with running.admin.begin() as connection:
+        connection.execute(CreateSchema("100%s"))
+        Base.metadata.create_all(connection)
+
+    @running.tasks.handler("A", max_attempts=1)
+    def handler(session, params):
+        session.execute(text("insert into mark values (:i)"), params)
+        if params["i"] % 5 == 0:
+            raise ValueError
+
+    running.enqueue("A", *[{"i": i} for i in range(20)])
+    with running:
+        assert 0 == running.wait()
+    assert [i for i in range(20) if i % 5] == running.marks()
+    with running.admin.connect() as connection:
+        counts = [connection.scalar(select(func.count()).select_from(t)) for t in (Job, DeadJob)]
+        connection.rollback()
+        patient = Patient(connection, Tables(Job), running.tasks.handlers, connections=1)
+        assert [0, 4] == counts
+        found = {each.name: each.level for each in examine(patient)}
+    assert ("ok", "ok", "ok", "ok") == tuple(
+        found[name] for name in ("schema", "trial", "indexes", "wake-up")
+    )
 
 
 def test_a_drain_tells_what_it_left(db_url):

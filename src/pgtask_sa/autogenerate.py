@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sqlalchemy import Connection, Table, text
-from sqlalchemy.dialects import postgresql
 
 from pgtask_sa.mapping import STORAGE, TaskBase, is_partitioned
 from pgtask_sa.presence_table import WORKER_STORAGE
+from pgtask_sa.rows import POSTGRES, full_name
 from pgtask_sa.triggers import create_wakeup_sql, drop_wakeup_sql, wakeup_name
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 # The version table of our own migrations. Yours may run in the same database.
 VERSION_TABLE = "pgtask_version"
-
-_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call]  # for its quotes
 
 
 def setup(plugin: Plugin) -> None:
@@ -158,8 +156,8 @@ def _new_storage(table: Table) -> list[_Change]:
 def _new_wakeup(table: Table) -> list[_Change]:
     if not _is_task(table):
         return []
-    create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
-    (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
+    create_function, create_trigger = create_wakeup_sql(POSTGRES, table.name, table.schema)
+    (drop_function,) = drop_wakeup_sql(POSTGRES, table.name, table.schema)
     return [_Change(create_function, drop_function), _Change(create_trigger)]
 
 
@@ -181,8 +179,8 @@ def _drop(trigger: _Trigger) -> list[_Change]:
 def _wakeup_changes(table: Table, found: list[_Trigger]) -> list[_Change]:
     if not _is_task(table):
         return []
-    create_function, create_trigger = create_wakeup_sql(_DIALECT, table.name, table.schema)
-    (drop_function,) = drop_wakeup_sql(_DIALECT, table.name, table.schema)
+    create_function, create_trigger = create_wakeup_sql(POSTGRES, table.name, table.schema)
+    (drop_function,) = drop_wakeup_sql(POSTGRES, table.name, table.schema)
     kept = [t for t in found if t.name == wakeup_name(table.name) and t.is_sound]
     # of a table that was renamed, for instance: two triggers would notify twice
     stale = [trigger for trigger in found if trigger not in kept]
@@ -219,12 +217,12 @@ def _mapped_storage(table: Table) -> Mapping[str, Any]:
 
 def _set(table: Table, storage: Mapping[str, Any]) -> str:
     assignments = ",\n".join(f"    {key} = {value}" for key, value in storage.items())
-    return f"alter table {_DIALECT.identifier_preparer.format_table(table)} set (\n{assignments}\n)"
+    return f"alter table {full_name(table)} set (\n{assignments}\n)"
 
 
 def _reset(table: Table, storage: Mapping[str, Any]) -> str:
     keys = ", ".join(storage)
-    return f"alter table {_DIALECT.identifier_preparer.format_table(table)} reset ({keys})"
+    return f"alter table {full_name(table)} reset ({keys})"
 
 
 def _equal(found: str, wanted: Any) -> bool:

@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Connection, Row, Table, bindparam, text
-from sqlalchemy.dialects import postgresql
 
 from pgtask_sa.handlers import Handler
 from pgtask_sa.mapping import TASK_COLUMNS, Task, mapped_table
 from pgtask_sa.presence_table import worker_table
+from pgtask_sa.rows import full_name
 from pgtask_sa.settle import Tables
 
 Level: TypeAlias = Literal["ok", "warning", "error"]
-_POSTGRES = postgresql.dialect()  # type: ignore[no-untyped-call]  # for its quotes
 
 
 @dataclass(frozen=True)
@@ -130,16 +129,6 @@ _REFERRERS = text(
      order by conname
     """
 ).bindparams(bindparam("oid"))
-
-
-def full_name(table: Table) -> str:
-    """Return the name of a table as it is looked up in the catalog.
-
-    Example:
-        >>> full_name(Task.__table__)
-        'task'
-    """
-    return _POSTGRES.identifier_preparer.format_table(table)
 
 
 def read_facts(connection: Connection, tables: Tables) -> dict[str, Facts]:

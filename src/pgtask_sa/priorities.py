@@ -15,7 +15,6 @@ from sqlalchemy import (
     Table,
     literal_column,
 )
-from sqlalchemy.dialects import postgresql
 from sqlalchemy.exc import CompileError
 from sqlalchemy.sql import operators, visitors
 from sqlalchemy.sql.elements import BinaryExpression, Grouping, Null
@@ -25,9 +24,8 @@ from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
 from pgtask_sa.labels import task_label
 from pgtask_sa.mapping import task_table
+from pgtask_sa.rows import POSTGRES
 
-# A paramstyle without per cent signs: literal_column doubles those by itself.
-_POSTGRES = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
 LAST = 2**31 - 1  # where a CASE has no else: null, which is sorted last
 
 
@@ -118,7 +116,7 @@ def _replaced(part: Any, table: Table) -> ColumnElement[Any] | None:
 
 def _literal(parameter: BindParameter[Any]) -> ColumnElement[Any]:
     try:
-        text = str(parameter.compile(dialect=_POSTGRES, compile_kwargs={"literal_binds": True}))
+        text = str(parameter.compile(dialect=POSTGRES, compile_kwargs={"literal_binds": True}))
     except CompileError as error:
         raise ConfigurationError(f"priority: {parameter.value!r} has no literal form") from error
     return literal_column(text, parameter.type)

@@ -16,8 +16,9 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.types import UserDefinedType
 
 WHOLE_ROW = "pgtask_row"  # the name under which it travels
-# A paramstyle without per cent signs: literal_column doubles those in names by itself.
-_POSTGRES = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
+# For its quotes. A paramstyle without per cent signs: text() and literal_column() double those in
+# names by themselves.
+POSTGRES = postgresql.dialect(paramstyle="named")  # type: ignore[no-untyped-call]
 
 
 def whole_row(table: Table) -> ColumnElement[Any]:
@@ -32,8 +33,19 @@ def quoted(table: Table) -> str:
 
 def quoted_name(name: str) -> str:
     """Return a name as it stands in a statement."""
-    text: str = _POSTGRES.identifier_preparer.quote(name)
+    text: str = POSTGRES.identifier_preparer.quote(name)
     return text
+
+
+def full_name(table: Table) -> str:
+    """Return the name of a table, with its schema if it has one, as it is looked up in the catalog.
+
+    Example:
+        >>> from sqlalchemy import MetaData
+        >>> full_name(Table("100%", MetaData(), schema="shop"))
+        'shop."100%"'
+    """
+    return POSTGRES.identifier_preparer.format_table(table)
 
 
 class RowType(UserDefinedType[str]):
