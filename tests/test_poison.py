@@ -6,6 +6,7 @@ import time
 
 import pytest
 from fleet import Fleet
+from sqlalchemy import text
 from waiting import wait_until
 
 QUIET = ("--log-level", "warning", "--idle-interval", "0.2")
@@ -34,6 +35,11 @@ def _enqueue_around(fleet: Fleet, kind: str, starts, how: str, count: int = 30) 
 
 def _dead(fleet: Fleet) -> list[tuple]:
     return fleet.rows("select task_type, attempts, reason, last_error from dead_task")
+
+
+def _execute(fleet: Fleet, statement: str) -> None:
+    with fleet.engine.begin() as connection:
+        connection.execute(text(statement))
 
 
 DIED = "WorkerDied: the worker died while it ran this task"
@@ -160,6 +166,31 @@ def test_whom_a_killer_takes_along(fleet: Fleet, starts, figures):
     assert left
     assert b"xxx" == starts.read_bytes()
     assert [(3, 2)] >= charged
+
+
+def test_beside_a_handler_that_does_not_end(fleet: Fleet, starts, tmp_path):
+    """Others go on; one that may not begin beside it is put back, and begins when it can."""
+    go, held = tmp_path / "go", tmp_path / "held"
+    fleet.enqueue("HOLD", {"file": str(held), "go": str(go)})
+    with fleet.worker(*QUIET, "--processes", "1", "--concurrency", "4") as worker:
+        fleet.until(held.exists)
+        _execute(  # two starts are counted, the last one is left
+            fleet,
+            "insert into task (task_type, attempts, last_error, params) values ('POISON', 2, "
+            f"'{DIED}', jsonb_build_object('file', '{starts}', 'how', 'sigkill'))",
+        )
+        fleet.enqueue("GOOD", *[{"i": i} for i in range(50)])
+        fleet.until(lambda: list(range(50)) == fleet.done())
+        waits = "select attempts, last_error, run_at > now() from task where task_type = 'POISON'"
+        fleet.until(lambda: [(2, DIED, True)] == fleet.rows(waits))
+        assert b"" == starts.read_bytes()
+        go.touch()
+        fleet.until(lambda: 1 == fleet.count())
+        _execute(fleet, "update task set run_at = now()")
+        fleet.until(lambda: 0 == fleet.count())
+    assert "task.postponed" in worker.output
+    assert [("POISON", 3, "worker died", DIED)] == _dead(fleet)
+    assert b"x" == starts.read_bytes()
 
 
 def test_a_drain_goes_on(fleet: Fleet, starts):

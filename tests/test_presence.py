@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -14,12 +15,12 @@ from leased import Long
 from running import Running
 
 from pgtask_sa import AsyncTaskSession, TaskSession
-from pgtask_sa.admission import Admission
+from pgtask_sa.admission import KILLED, Admission
 from pgtask_sa.claim import ROW_VERSION
 from pgtask_sa.presence import Deaths, Presence
 from pgtask_sa.presence_statements import try_solitude
 from pgtask_sa.settle import Claimed
-from pgtask_sa.solitude import Solitary
+from pgtask_sa.solitude import SHARE, Gate, Solitary
 
 QUIET = ("--log-level", "warning", "--idle-interval", "0.2")
 ENTRIES = "select worker_id, task_ids from task_worker order by 1"
@@ -266,6 +267,61 @@ def test_a_suspect_that_takes_long(running):
         assert other.scalar(try_solitude())
         running.until_empty()
     assert [2] == long.starts
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_suspect_that_cannot_be_alone(running, monkeypatch, kind):
+    """It is put back for later, and what is known of it with it; others go on meanwhile."""
+    monkeypatch.setattr("pgtask_sa.solitude.PATIENCE", (0.3, 0.3))
+    monkeypatch.setattr("pgtask_sa.solitude.SHARE", 1000)
+    suspect, other = Long(), Long()
+    suspect.register(running, kind, "A", mode="transactional", max_attempts=3)
+    other.register(running, kind, "B", mode="transactional", timeout=None)
+    suspect.release.set()
+    running.tasks.handler("C")(lambda session, params: None)
+    running.enqueue("A", *[{}] * 3)
+    for worker_id in (1, 2):
+        leave_behind(running, "A", worker_id=worker_id, alone=False)
+    running.enqueue("B", priority=-1)
+    with running:
+        postponed = [(2, KILLED, True)] * 3
+        look = "select attempts, last_error, run_at > now() from task where task_type = 'A'"
+        running.until(lambda: postponed == running.rows(look))
+        running.enqueue("C", *[{}] * 10)
+        running.until(lambda: 4 == running.count())
+        assert ([], 1) == (suspect.starts, other.waiting)
+        other.release.set()
+        running.until(lambda: 3 == running.count())
+        running.execute("update task set run_at = now()")
+        running.until_empty()
+    assert [3, 3, 3] == suspect.starts
+    assert 3 == len(running.told("task.postponed"))
+
+
+def test_for_whom_others_wait(monkeypatch):
+    """For one that must be alone not again and again, but longer when they did not end."""
+    gate = Gate()
+    gate.enter("one")
+    gate.enter("two")
+    first = gate.patience(strictly=True)
+    assert first > gate.patience(strictly=False) > 0
+    assert not gate.keep("one")
+    assert gate.give_up() > SHARE * first / 2
+    assert gate.patience(strictly=True) < gate.patience(strictly=False)
+    later = time.monotonic() + 2 * SHARE * first
+    monkeypatch.setattr("time.monotonic", lambda: later)
+    assert first < gate.patience(strictly=True)
+    gate.leave("two")
+    assert gate.keep("one")
+    assert not gate.enter("two")
+    gate.open("one")
+    assert gate.enter("two")
+    assert first == gate.patience(strictly=True)
+    gate.give_up()
+    gate.leave("one")
+    assert gate.patience(strictly=True) < first
+    gate.leave("two")  # whoever it was that took long
+    assert first < gate.patience(strictly=True)
 
 
 # -- who is listed --------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from pgtask_sa.faces import AsyncFace, SyncFace
 from pgtask_sa.handlers import Handler
 from pgtask_sa.leases import Keeper, LeasedRuns
 from pgtask_sa.pipeline import resolve
+from pgtask_sa.postponing import postpone
 from pgtask_sa.presence import Presence
 from pgtask_sa.roster import Roster
 from pgtask_sa.scribe import Scribe
@@ -53,6 +54,9 @@ class Lane(Protocol):
     watch: Watch | None
     entry: int | None
     abandoned: bool
+
+    def __hash__(self) -> int:
+        """Be one of a set."""
 
     def interrupt(self) -> None:
         """Stop the handler that runs, if there is a way to."""
@@ -119,6 +123,16 @@ class Shared:
             lane.entry = face.aside(self.presence.enlist)
         settler = execution.settler
         return Admission(self.presence, lane.entry, face, settler, self.handlers, note=lane.note)
+
+    def sweep_alone(self, lane: Lane, execution: Execution, demand: Solitary) -> None:
+        """Run what must run alone, or put it back for later where others do not come to their end.
+
+        Call it where SQL may be run, when the others had their time to end.
+        """
+        if demand.strictly and not self.gate.keep(lane):
+            postpone(execution, self.presence, demand.task_ids, self.gate.give_up())
+        else:
+            execution.sweep_alone(demand.task_ids)
 
     def give_back(self, lane: Lane) -> None:
         """End the leases that a lane has not begun with: it was cut off, or its connection was."""
@@ -207,18 +221,18 @@ class SyncLane(threading.Thread):
         try:
             return execution.sweep()
         except Solitary as demand:
-            if gate.close(self, demand.seconds):
-                self._run_alone(execution, demand.task_ids)
+            if gate.close(self, gate.patience(strictly=demand.strictly)):
+                self._run_alone(execution, demand)
             return 1  # there is work
         finally:
             gate.leave(self)
 
-    def _run_alone(self, execution: Execution, task_ids: list[int]) -> None:
+    def _run_alone(self, execution: Execution, demand: Solitary) -> None:
         try:
             while self.shared.gate.must_wait() and not self._over():
                 time.sleep(LOOK)
             if not self._over():
-                execution.sweep_alone(task_ids)
+                self.shared.sweep_alone(self, execution, demand)
         finally:
             self.shared.gate.open(self)
 
@@ -318,20 +332,22 @@ class AsyncLane:
         try:
             return await connection.run_sync(lambda _connection: execution.sweep())
         except Solitary as demand:
-            if gate.close(self, demand.seconds):
-                await self._run_alone(connection, execution, demand.task_ids)
+            if gate.close(self, gate.patience(strictly=demand.strictly)):
+                await self._run_alone(connection, execution, demand)
             return 1  # there is work
         finally:
             gate.leave(self)
 
     async def _run_alone(
-        self, connection: AsyncConnection, execution: Execution, task_ids: list[int]
+        self, connection: AsyncConnection, execution: Execution, demand: Solitary
     ) -> None:
         try:
             while self.shared.gate.must_wait() and not self._over():  # noqa: ASYNC110
                 await asyncio.sleep(LOOK)
             if not self._over():
-                await connection.run_sync(lambda _connection: execution.sweep_alone(task_ids))
+                await connection.run_sync(
+                    lambda _connection: self.shared.sweep_alone(self, execution, demand)
+                )
         finally:
             self.shared.gate.open(self)
 

@@ -8,7 +8,6 @@ gets its turn at that moment.
 
 from __future__ import annotations
 
-import math
 import queue
 import random
 import threading
@@ -375,7 +374,7 @@ class Lane:
         try:
             return self.execution.sweep()
         except Solitary as demand:
-            return self._run_alone(demand, strictly=demand.seconds == math.inf)
+            return self._run_alone(demand, strictly=demand.strictly)
         finally:
             gate.leave(self)
 
@@ -384,7 +383,9 @@ class Lane:
         if strictly and others:
             self.log.append(("waits",))
             return 0
-        self.process.gate.close(self, math.inf if strictly else 0.0)  # without waiting for a moment
+        self.process.gate.close(self, 0.0)  # without waiting for a moment
+        if strictly:
+            assert self.process.gate.keep(self)
         try:
             self.execution.sweep_alone(demand.task_ids)
         finally:

@@ -120,6 +120,11 @@ def freeze(params) -> int:
     return start
 
 
+@tasks.handler("HOLD", timeout=None)
+def hold(session, params):
+    freeze(params)
+
+
 @tasks.handler("FROZEN", mode="leased", lease=1)
 def frozen(session, params):
     session.execute(DONE, {"i": freeze(params), "attempt": 0})
