@@ -17,6 +17,7 @@ from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 from waiting import SOON, let_pass, wait_until
 
 from pgtask_sa import insert_task
+from pgtask_sa.presence import Presence
 
 
 class Trouble:
@@ -152,6 +153,30 @@ def test_a_handlers_table_that_fails_for_some_seconds(trouble: Trouble):
         let_pass(4)
         running.execute(end)
         assert ([1, 1], []) == trouble.outcome()
+
+
+@pytest.mark.direct
+def test_a_workers_table_that_fails(trouble: Trouble, monkeypatch):
+    """As when a right is taken away: it is tried again twice a second, and told once."""
+    running, failures, reassure = trouble.running, [], Presence.reassure
+
+    def counted(presence):
+        try:
+            reassure(presence)
+        except Exception as error:
+            failures.append(error)
+            raise
+
+    monkeypatch.setattr(Presence, "reassure", counted)
+    monkeypatch.setattr("pgtask_sa.leases.PULSE", 0.05)
+    with running:
+        running.until(lambda: running.count("task_worker"))
+        end = _raising(running, "update on task_worker", "42501")
+        trouble.enqueue()
+        running.until(lambda: len(failures) >= 5)
+        running.execute(end)
+        assert ([1, 1], []) == trouble.outcome()
+    assert 1 == len(running.told("presence"))
 
 
 def test_a_deadlock_with_another_session(trouble: Trouble):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,10 +60,15 @@ class Events:
         self._told: dict[str, float] = {}
         self.listeners = [] if listeners is None else listeners  # the caller may still add some
 
-    def is_news(self, what: str) -> bool:
-        """Say whether this has not been told lately, of what may happen to each of many tasks."""
+    def is_news(self, what: str, lately: float = LATELY) -> bool:
+        """Say whether this has not been told lately, of what may happen again and again.
+
+        Args:
+            what: names it; there may be few of them.
+            lately: seconds.
+        """
         now = time.monotonic()
-        if now - self._told.get(what, -LATELY) < LATELY:
+        if now - self._told.get(what, -math.inf) < lately:
             return False
         self._told[what] = now
         return True

@@ -42,6 +42,7 @@ from pgtask_sa.ground import TROUBLE
 from pgtask_sa.presence import Presence
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed, Settler, Tables, timed_out
+from pgtask_sa.wakeup import REMIND
 
 SCHEMAS = "schema_translate_map"
 RENEWALS = 3  # in the length of a lease
@@ -137,8 +138,14 @@ class Keeper(threading.Thread):
         return min(CARE, PULSE)
 
     def _tell(self, name: str, error: Exception) -> None:
-        """Tell of an error; the lanes tell when the database is away, anything else is a fault."""
-        if not is_blameless(error) and sqlstate(error) != UNDEFINED_TABLE:
+        """Tell of an error; the lanes tell when the database is away, anything else is a fault.
+
+        It may last, as a missing right does, and is tried again all the time.
+        """
+        kind = sqlstate(error) or type(error).__name__
+        if is_blameless(error) or kind == UNDEFINED_TABLE:
+            return
+        if self.events.is_news(f"{name} {kind}", REMIND):
             told = headline(error, values=self.events.shows_values)
             self.events.emit(name, told, level=logging.ERROR)
 

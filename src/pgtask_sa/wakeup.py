@@ -57,7 +57,7 @@ FOREVER = 3600.0
 RECONNECT = (0.1, 1.0)
 DEAF_AFTER = 8  # failures in a row, about five seconds
 DOWN_AFTER = 1.0  # seconds in which nobody had success
-REMIND = 60.0  # until a claim that fails on and on for the same reason is told again
+REMIND = 60.0  # until what fails on and on for the same reason is told again
 CANCEL = "cancel "  # what a payload begins with that names a task to stop
 DATABASE_ERRORS = (SQLAlchemyError, psycopg.Error, OSError)
 
