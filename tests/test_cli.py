@@ -199,9 +199,15 @@ class TestProblems:
         result = run(*command.split(), "--database-url", empty_db_url)
         assert (1, "") == result[:2]
         assert re.fullmatch(
-            r'error: relation "\w+" does not exist .*create it with: python -m pgtask_sa migrate\n',
+            r'error: relation "\w+" does not exist .*create it with: python -m pgtask_sa migrate; '
+            r"or, if your tables are your own, name your registry: --tasks .* PGTASK_TASKS\n",
             result.err,
         )
+
+    def test_without_the_tables_of_a_registry(self, empty_db_url, run):
+        """Who has named it is not told to."""
+        result = run("stats", "--tasks", "test_cli:tasks", "--database-url", empty_db_url)
+        assert result.err.endswith("create it with: python -m pgtask_sa migrate\n")
 
     def test_without_the_tables_of_ones_own(self, run):
         """The library's migrations would not create a user's own table."""

@@ -437,6 +437,19 @@ class TestSchema:
         assert "run: python -m pgtask_sa migrate" == found[0].remedy
         assert [("schema", "error")] * 3 == _named(_dangers(url))
 
+    def test_tables_that_nobody_named(self, url, sql):
+        """Somebody has his own and forgot his registry: it is told if there is anything in them."""
+        Base.metadata.create_all(create_engine(url, poolclass=NullPool))
+        assert [] == _unwell(url)
+        sql("insert into job (task_type, tenant) values ('A', 1)")
+        (found,) = _unwell(url)
+        assert ("schema", "warning") == (found.name, found.level)
+        assert "the table public.job is one of tasks, too, and was not looked at" == found.message
+        assert "--tasks" in found.remedy
+        assert [] == _unwell(url, registry)
+        sql("delete from job", "drop table task, dead_task, task_worker, pgtask_version")
+        assert [*[("schema", "error")] * 3, ("schema", "warning")] == _named(_unwell(url))
+
     def test_an_older_revision(self, url):
         """Before the table of the workers."""
         migrations.downgrade(url, "0001")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sqlalchemy import Index, text
+from sqlalchemy import Index, TableClause, literal, select, text
 
 from pgtask_sa import doctor, migrations, reports
 from pgtask_sa.autogenerate import VERSION_TABLE
 from pgtask_sa.doctor import Finding
 from pgtask_sa.mapping import STORAGE, Task, is_partitioned, mapped_table
-from pgtask_sa.patient import BLIND, GIVE_DIRECT_URL, Patient, error, ok, warning
+from pgtask_sa.patient import BLIND, GIVE_DIRECT_URL, NAME_IT, Patient, error, ok, warning
 from pgtask_sa.presence_table import WORKER_STORAGE, worker_table
+from pgtask_sa.rows import full_name
 from pgtask_sa.triggers import wakeup_name
 
 MANY_DEAD = 10_000
@@ -28,6 +29,34 @@ def check_schema(patient: Patient) -> Iterator[Finding]:
         yield from _check_revision(patient, quiet=bool(missing))
     elif not missing:
         yield ok("schema", f"{patient.facts['task'].name} and its tables have all their columns")
+    if not patient.handlers:
+        yield from _others(patient)
+
+
+_OTHERS = text(
+    """
+    select cast(nspname as text) as schema, cast(relname as text) as name
+      from pg_class as c join pg_namespace as n on n.oid = relnamespace
+     where relkind in ('r', 'p') and not relispartition and c.oid <> all (:known)
+       and has_schema_privilege(n.oid, 'USAGE') and has_table_privilege(c.oid, 'SELECT')
+       and (select count(*) from pg_attribute
+             where attrelid = c.oid and attname = any (:columns)) = cardinality(:columns)
+     order by 1, 2
+    """
+)
+_MARKS = ["task_id", "task_type", "coalesce_key", "lease_token", "ticket"]
+
+
+def _others(patient: Patient) -> Iterator[Finding]:
+    """Find tables of tasks on a Base of the user's own, who has not named his registry."""
+    known = [found.row.oid for found in patient.facts.values() if found.exists]
+    asked = {"known": known, "columns": _MARKS}
+    for row in patient.connection.execute(_OTHERS, asked).all():
+        other = TableClause(row.name, schema=row.schema)
+        first = select(literal(1)).select_from(other).limit(1)
+        if not patient.has_tables or patient.connection.scalar(first):
+            problem = f"the table {full_name(other)} is one of tasks, too, and was not looked at"
+            yield warning("schema", problem, f"if it is yours, name its registry: {NAME_IT}")
 
 
 # null: there is no such table

@@ -20,7 +20,6 @@ from pgtask_sa import cli_commands, cli_running, worker
 from pgtask_sa import cli_output as out
 from pgtask_sa.cli_commands import COUNTED, EXIT_FAILED, EXIT_OK, Place, Usage
 from pgtask_sa.errors import TaskError
-from pgtask_sa.mapping import Task
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
 
@@ -272,8 +271,8 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             return COMMANDS[arguments.command].run(place)
         except DBAPIError as error:
-            own = place.task_class is not Task
-            out.complain(f"error: {out.database_problem(error, place.url, own_table=own)}")
+            told = out.database_problem(error, place.url, create=place.how_to_create)
+            out.complain(f"error: {told}")
     except Usage as error:
         out.complain(f"error: {error}")
         return EXIT_USAGE

@@ -22,6 +22,7 @@ from pgtask_sa.insert_statements import set_lock_timeout
 from pgtask_sa.intake import Target
 from pgtask_sa.labels import task_label
 from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_table
+from pgtask_sa.patient import NAME_IT
 from pgtask_sa.worker import load_registry
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -50,6 +51,17 @@ class Place:
     def dead_table(self) -> Table:
         """The error queue."""
         return mapped_table(dead_task_class(self.task_class))  # type: ignore[no-any-return]
+
+    @property
+    def how_to_create(self) -> str:
+        """What somebody is to do whose tables are not there."""
+        if self.task_class is not Task:
+            return "create it with your migrations (alembic upgrade head)"
+        ours = "create it with: python -m pgtask_sa migrate"
+        if self.registry is not None:
+            return ours
+        # else he might get a second set of tables, which no worker reads
+        return f"{ours}; or, if your tables are your own, name your registry: {NAME_IT}"
 
     def engine(self) -> Engine:
         """Return an engine without a pool: a command uses one connection, once."""

@@ -336,18 +336,19 @@ def print_findings(findings: Sequence[Any]) -> None:
 # -- what goes wrong -------------------------------------------------------------------------------
 
 
-def database_problem(error: DBAPIError, url: URL, *, own_table: bool) -> str:
-    """Say in one line what is wrong with the database, and what to do about it."""
+def database_problem(error: DBAPIError, url: URL, *, create: str) -> str:
+    """Say in one line what is wrong with the database, and what to do about it.
+
+    Args:
+        error: what it answered.
+        url: of the database.
+        create: how to create a table that is not there.
+    """
     code = sqlstate(error)
     message = " ".join(str(error.orig).split())
     where = f"{url.host or 'the local socket'}, database {url.database!r}"
     if code in (UNDEFINED_TABLE, UNDEFINED_COLUMN):
-        remedy = (
-            "create it with your migrations (alembic upgrade head)"
-            if own_table
-            else "create it with: python -m pgtask_sa migrate"
-        )
-        return f"{_primary(error)} ({where}); {remedy}"
+        return f"{_primary(error)} ({where}); {create}"
     if code == LOCK_NOT_AVAILABLE:
         return "an equal task is running, and only one may exist: try again when it is done"
     if code is None or code.startswith(("08", "57P")):

@@ -18,7 +18,6 @@ from pgtask_sa.cli_commands import EXIT_FAILED, EXIT_OK, Place
 from pgtask_sa.crew import SIDE_CONNECTIONS
 from pgtask_sa.doctor import Finding
 from pgtask_sa.engines import given_direct_url
-from pgtask_sa.mapping import Task
 from pgtask_sa.patient import Patient
 from pgtask_sa.presence_table import worker_table
 from pgtask_sa.settle import Tables
@@ -105,8 +104,7 @@ def _examined(place: Place) -> list[Finding]:
             where = f"to {place.url.database} on {place.url.host or 'the local socket'}"
             return [Finding("connects", "ok", where), *examine(_patient(place, connection))]
     except DBAPIError as error:
-        own = place.task_class is not Task
-        problem = out.database_problem(error, place.url, own_table=own)
+        problem = out.database_problem(error, place.url, create=place.how_to_create)
         return [Finding("connects", "error", problem, "see that server, address and password")]
 
 

@@ -20,6 +20,7 @@ BLIND = (
     "a task that kills its process is tried without a limit, `workers` cannot tell what runs nor "
     "who died, `cancel` cannot stop a running task"
 )
+NAME_IT = "--tasks PACKAGE.MODULE:NAME or PGTASK_TASKS"  # a registry, for its tables
 GIVE_DIRECT_URL = "give workers --direct-url (DATABASE_DIRECT_URL): the same database, no pooler"
 
 

@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import BigInteger, ColumnElement, Table, Text, bindparam, cast, func, literal_column
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Table,
+    TableClause,
+    Text,
+    bindparam,
+    cast,
+    func,
+    literal_column,
+)
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.types import UserDefinedType
@@ -37,7 +47,7 @@ def quoted_name(name: str) -> str:
     return text
 
 
-def full_name(table: Table) -> str:
+def full_name(table: Table | TableClause) -> str:
     """Return the name of a table, with its schema if it has one, as it is looked up in the catalog.
 
     Example:
