@@ -70,6 +70,7 @@ class Welcome:
 
 tasks = TaskRegistry()
 jobs = TaskRegistry(task_class=Job)
+empty = TaskRegistry()
 
 
 @tasks.handler("WELCOME")
@@ -272,6 +273,29 @@ class TestProblems:
         assert problem in result.err
         assert 1 == result.err.count("\n")
         assert "secret" not in result.err
+
+    @pytest.mark.parametrize(
+        ("options", "problem"),
+        [
+            (["--processes", "0"], "processes must be an integer from 1"),
+            (["--concurrency", "0"], "concurrency must be an integer from 1"),
+            (["--grace", "-1"], "grace must be 0 or more seconds"),
+            (["--weight", "PLAIN"], "--weight takes TYPE=N, got 'PLAIN'"),
+            (["--priority", "PLAIN=high"], "RANK must be an integer"),
+            (["--weight", "PLAIN=2", "--order", "random"], "need the order fair"),
+            (["--fair-by", "nope"], "'nope' is no column of Task"),
+        ],
+    )
+    def test_an_option_of_a_worker_that_is_wrong(self, run, options, problem):
+        """Wrong usage, as what argparse finds: to start it again as it is will not help."""
+        result = run("worker", "test_cli:tasks", *options)
+        assert 2 == result.code
+        assert re.fullmatch(rf"error: .*{re.escape(problem)}.*\n", result.err)
+
+    @pytest.mark.parametrize("target", ["no.such:tasks", "test_cli:empty"])
+    def test_a_worker_that_cannot_start(self, run, target):
+        """The command is right, what it names is not."""
+        assert 1 == run("worker", target).code
 
     def test_a_type_that_is_not_utf8(self, run):
         """It is usage that is wrong, not the database."""

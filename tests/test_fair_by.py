@@ -227,7 +227,7 @@ def test_the_command_line_says_what_is_missing(capsys: pytest.CaptureFixture[str
     code = main(
         ["poison_tasks:tasks", "--database-url", "postgresql://localhost/none", "--fair-by", "x"]
     )
-    assert (1, "error: fair_by: 'x' is no column of Task\n") == (code, capsys.readouterr().err)
+    assert (2, "error: fair_by: 'x' is no column of Task\n") == (code, capsys.readouterr().err)
 
 
 def test_an_index_of_ones_own_will_do() -> None:

@@ -18,10 +18,12 @@ from sqlalchemy.exc import DBAPIError
 
 from pgtask_sa import cli_commands, cli_running, worker
 from pgtask_sa import cli_output as out
-from pgtask_sa.cli_commands import COUNTED, EXIT_FAILED, EXIT_OK, Place, Usage
+from pgtask_sa.cli_commands import COUNTED, EXIT_FAILED, EXIT_OK, Place
 from pgtask_sa.errors import TaskError
+from pgtask_sa.worker import EXIT_USAGE
+from pgtask_sa.worker_arguments import Usage
 
-EXIT_USAGE, EXIT_INTERRUPTED = 2, 130
+EXIT_INTERRUPTED = 130
 
 
 class Command(NamedTuple):

@@ -24,15 +24,12 @@ from pgtask_sa.labels import task_label
 from pgtask_sa.mapping import Task, dead_task_class, mapped_table, task_table
 from pgtask_sa.patient import NAME_IT
 from pgtask_sa.worker import load_registry
+from pgtask_sa.worker_arguments import Usage
 
 EXIT_OK, EXIT_FAILED = 0, 1
 COUNTED = 10_000  # rows that `todo` looks at for each type
 BATCH = 1000  # dead tasks brought back in one transaction
 LOCK_TIMEOUT = "5s"
-
-
-class Usage(Exception):  # noqa: N818 - not an error of the library
-    """The command was typed wrongly, in a way that argparse cannot see."""
 
 
 class Place:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from sqlalchemy import URL
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 
-from pgtask_sa.claim_orders import ClaimOptions
+from pgtask_sa import priorities
+from pgtask_sa.claim_orders import ClaimOptions, Order
 from pgtask_sa.errors import ConfigurationError
 from pgtask_sa.events import Events
 from pgtask_sa.handlers import Handler
+from pgtask_sa.retry import Seconds, as_seconds
 from pgtask_sa.settle import Tables
 
 LIMIT_MARGIN = 30.0  # seconds; a worker that is well enforces its own deadlines before
@@ -38,6 +41,50 @@ class Options:
                 raise ConfigurationError(f"{name} must be an integer from 1 to {most}: {value!r}")
         if self.idle_interval <= 0 or self.report_interval <= 0:
             raise ConfigurationError("idle_interval and report_interval must be over 0 seconds")
+
+
+def read_options(
+    task_class: type[Any],
+    *,
+    processes: int | None = None,
+    order: Order = "fair",
+    batch_size: int = 1,
+    sample: float = 1.0,
+    weights: Mapping[str, float] | None = None,
+    fair_by: Any = None,
+    priority: Any = None,
+    grace: Seconds = 30.0,
+    idle_interval: Seconds = 5.0,
+    report_interval: Seconds = 60.0,
+    **rest: Any,
+) -> Options:
+    """Read the options of a `pgtask_sa.Worker`.
+
+    Raises:
+        ConfigurationError: one is out of range, or does not go with another or with the tables.
+
+    Example:
+        >>> from pgtask_sa import Task
+        >>> read_options(Task, processes=0)
+        Traceback (most recent call last):
+        pgtask_sa.errors.ConfigurationError: processes must be an integer from 1 to 1000: 0
+    """
+    return Options(
+        processes=1 if processes is None else processes,
+        supervised=processes is not None,
+        claim=ClaimOptions(
+            order,
+            batch_size,
+            sample=sample,
+            weights=dict(weights or {}),
+            fair_by=None if fair_by is None else priorities.fair_key(task_class, fair_by),
+            **priorities.read(task_class, priority),
+        ),
+        grace=as_seconds(grace, "grace"),
+        idle_interval=as_seconds(idle_interval, "idle_interval"),
+        report_interval=as_seconds(report_interval, "report_interval"),
+        **rest,
+    )
 
 
 @dataclass(frozen=True)

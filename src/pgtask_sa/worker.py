@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from sqlalchemy.orm import Session, sessionmaker
 
 from pgtask_sa import priorities
-from pgtask_sa.claim_orders import ClaimOptions, Order
+from pgtask_sa.claim_orders import Order
 from pgtask_sa.crew import Crew
 from pgtask_sa.engines import database_url, given_direct_url, given_url
 from pgtask_sa.enqueue import TaskSession
@@ -29,17 +29,18 @@ from pgtask_sa.errors import ConfigurationError, TaskError
 from pgtask_sa.events import Events, JsonFormatter, Listener, TextFormatter
 from pgtask_sa.handlers import TaskRegistry
 from pgtask_sa.pipeline import readable
-from pgtask_sa.plan import Options, Plan
+from pgtask_sa.plan import Plan, read_options
 from pgtask_sa.progress import DrainProgress
 from pgtask_sa.reports import count_claimable
-from pgtask_sa.retry import Seconds, as_seconds
+from pgtask_sa.retry import Seconds
 from pgtask_sa.settle import Tables
 from pgtask_sa.signals import early, routed
 from pgtask_sa.supervisor import CUT_OFF, REPLACE_ME, Supervisor
-from pgtask_sa.worker_arguments import make_parser, ranks_of, weights_of
+from pgtask_sa.worker_arguments import TAKEN_OVER, Usage, make_parser, ranks_of, weights_of
 
 EXIT_OK = 0
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_STUCK = REPLACE_ME  # a handler does not come back: another process is to take over
 EXIT_CUT = CUT_OFF  # when the grace was over, at a second signal, or in a child that died
 
@@ -125,22 +126,20 @@ class Worker:
             raise ConfigurationError(f"a TaskRegistry is needed, got {tasks!r}")
         if not len(tasks):
             raise ConfigurationError("the registry has no handlers: is its module imported?")
-        self.options = Options(
+        self.options = read_options(
+            tasks.task_class,
             concurrency=concurrency,
-            processes=1 if processes is None else processes,
-            supervised=processes is not None,
-            claim=ClaimOptions(
-                order,
-                batch_size,
-                sample=sample,
-                weights=dict(weights or {}),
-                fair_by=None if fair_by is None else priorities.fair_key(tasks.task_class, fair_by),
-                **priorities.read(tasks.task_class, priority),
-            ),
+            processes=processes,
+            batch_size=batch_size,
+            order=order,
+            priority=priority,
+            weights=weights,
+            fair_by=fair_by,
+            sample=sample,
             drain=drain,
-            grace=as_seconds(grace, "grace"),
-            idle_interval=as_seconds(idle_interval, "idle_interval"),
-            report_interval=as_seconds(report_interval, "report_interval"),
+            grace=grace,
+            idle_interval=idle_interval,
+            report_interval=report_interval,
         )
         self.tasks = tasks
         self.url = database_url(database)
@@ -326,25 +325,27 @@ def set_up_logging(level: str, style: str) -> None:
 
 
 def _worker(arguments: argparse.Namespace, listeners: list[Listener]) -> Worker:
+    tasks = load_registry(arguments.tasks)
     return Worker(
-        load_registry(arguments.tasks),
+        tasks,
         given_url(arguments.database_url),
         direct_url=given_direct_url(arguments.direct_url),
-        concurrency=arguments.concurrency,
-        processes=arguments.processes,
-        batch_size=arguments.batch_size,
-        order=arguments.order,
-        priority=ranks_of(arguments.priority),
-        weights=weights_of(arguments.weight),
-        fair_by=arguments.fair_by,
-        sample=arguments.sample,
-        drain=arguments.drain,
-        grace=arguments.grace,
-        idle_interval=arguments.idle_interval,
-        report_interval=arguments.report_interval,
         show_values=arguments.show_values,
         listeners=listeners,
+        **_checked(arguments, tasks),
     )
+
+
+def _checked(arguments: argparse.Namespace, tasks: TaskRegistry) -> dict[str, Any]:
+    """Return the options of a worker, of which each by itself is right, and all together."""
+    chosen = {name: getattr(arguments, name) for name in TAKEN_OVER}
+    try:
+        chosen["priority"] = ranks_of(arguments.priority)
+        chosen["weights"] = weights_of(arguments.weight)
+        read_options(tasks.task_class, **chosen)
+    except ConfigurationError as error:
+        raise Usage(str(error)) from error
+    return chosen
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -357,9 +358,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             set_up_logging(level, arguments.log_format)
             worker = _worker(arguments, listeners)
-        except (TaskError, ValueError) as error:
+        except (Usage, TaskError, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)  # noqa: T201
-            return EXIT_FAILED
+            return EXIT_USAGE if isinstance(error, Usage) else EXIT_FAILED
         if told_to_stop:
             return EXIT_OK
         return _run_with_bar(worker, listeners) if bar else worker.run()

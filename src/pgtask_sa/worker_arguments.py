@@ -11,7 +11,16 @@ from pgtask_sa.claim_orders import Order
 from pgtask_sa.errors import ConfigurationError
 
 T = TypeVar("T")
+# What a worker takes as it is, under the same name.
+TAKEN_OVER = (
+    *("concurrency", "processes", "batch_size", "order", "fair_by", "sample"),
+    *("drain", "grace", "idle_interval", "report_interval"),
+)
 LEVELS = "DEBUG, INFO, WARNING, ERROR or CRITICAL"
+
+
+class Usage(Exception):  # noqa: N818 - not an error of the library
+    """The command was typed wrongly, in a way that argparse cannot see."""
 
 
 def make_parser() -> argparse.ArgumentParser:
