@@ -6,9 +6,12 @@ import time
 
 import pytest
 from fleet import Fleet, events, started
+from process_tasks import create_tables
 from running import Running
-from sqlalchemy import text
+from sqlalchemy import create_engine, make_url, text
 from waiting import SOON, let_pass, wait_until
+
+from pgtask_sa import migrations
 
 JSON = ("--log-format", "json", "--idle-interval", "0.5")
 
@@ -62,10 +65,31 @@ def test_a_worker_before_its_server(fleet: Fleet, restartable_server):
     assert ["database.down", "database.up"] == changes
 
 
+@pytest.mark.direct
+def test_a_worker_before_its_database(db_url):
+    """A name that may be wrong, or too early: it is told that it waits, and for what."""
+    name = f"{make_url(db_url).database}_later"
+    url = make_url(db_url).set(database=name).render_as_string(hide_password=False)
+    fleet = Fleet(url, create=False)
+    with (
+        create_engine(db_url, isolation_level="AUTOCOMMIT").connect() as admin,
+        fleet.worker(*JSON) as worker,
+    ):
+        [down] = wait_until(lambda: events(worker, "database.down"), 10)
+        assert down["message"].startswith("the database does not serve, the worker waits for it: ")
+        assert f'database "{name}" does not exist' in down["message"]
+        try:
+            admin.execute(text(f'create database "{name}"'))
+            migrations.upgrade(url)
+            create_tables(fleet.engine)
+            fleet.enqueue("ROW", {"i": 1})
+            fleet.until(lambda: [1] == fleet.done())
+        finally:
+            admin.execute(text(f'drop database "{name}" with (force)'))
+
+
 def test_a_worker_before_its_tables(empty_db_url):
     """It says what to do, once, and goes on when it was done."""
-    from sqlalchemy import create_engine
-
     from pgtask_sa import Task
 
     fleet = Fleet(empty_db_url)

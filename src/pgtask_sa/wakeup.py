@@ -88,7 +88,7 @@ class Health:
                 return False
             if self.up:
                 self.up = False
-                message = f"the database does not serve: {one_line(error)}"
+                message = f"the database does not serve, the worker waits for it: {one_line(error)}"
                 self.events.emit("database.down", message, level=logging.ERROR)
             return True
 
