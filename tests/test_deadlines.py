@@ -90,6 +90,7 @@ def test_a_sync_handler_that_does_not_come_back(db_url, stuck):
         RELEASE.set()
     assert ([7], 0, [1, 2]) == (running.marks(), running.count(), starts)
     assert {"lane.stuck"} == set(running.told("lane.stuck"))
+    assert TIMEOUT <= running.first("task.retry").fields["seconds"] < 100
     assert "timed out after 0.2 s" in running.rows("select last_error from dead_task")[0][0]
 
 
@@ -161,8 +162,12 @@ def test_an_async_handler_that_blocks_the_loop(db_url):
     with running:
         running.enqueue("BLOCK")
         running.until(lambda: [("BLOCK", 1, "failed")] == running.dead())
+        buried = running.first("task.buried")
         RELEASE.set()
     assert ([], 0) == (running.marks(), running.count())
+    # what it took until the watchdog came, who leaves it to the event loop at first
+    assert TIMEOUT + 2 * 0.5 <= buried.fields["seconds"] < 100
+    assert "timed out after 0.2 s" in buried.message
 
 
 def test_a_deadline_that_cannot_be_enforced(direct_db_url, db_url):
@@ -349,4 +354,6 @@ def test_a_worker_that_dies_while_it_enforces_a_deadline(db_url, direct_url):
     with running:
         running.until_empty()
     assert [2] == starts
-    assert "timed out after 0.2 s" in running.first("task.retry").message
+    counted = running.first("task.retry")
+    assert "timed out after 0.2 s" in counted.message
+    assert "seconds" not in counted.fields  # for how long it ran nobody here knows

@@ -24,6 +24,7 @@ lane owes the attempt, and finds out in the same way whether it was counted.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from pgtask_sa import presence_statements, statements
 from pgtask_sa.admission import Lease
 from pgtask_sa.claim import BACKEND_PID, BEGUN_AT
 from pgtask_sa.engines import is_pooled
+from pgtask_sa.errors import TaskFailed
 from pgtask_sa.execution import Execution
 from pgtask_sa.failures import LOCK_NOT_AVAILABLE, sqlstate
 from pgtask_sa.insert_statements import set_lock_timeout
@@ -80,24 +82,24 @@ class Enforcer:
         return self._take(execution, claimed, PATIENCE)
 
     def _take(self, execution: Execution, claimed: Claimed, patience: str) -> bool:
-        seconds = _limit(execution, claimed)
+        error, seconds = _judged(execution, claimed)
         row = claimed.values
         with self.engine.connect() as connection, connection.begin():
             connection.execute(set_lock_timeout(patience))
             settler = self.settle(connection)
             for seized in settler.seize(claimed.task_id, row[BACKEND_PID], row[BEGUN_AT]):
                 mine = replace(seized, uncounted=claimed.uncounted)
-                settler.fail(mine, timed_out(seconds), seconds)
+                settler.fail(mine, error, seconds)
                 break
             else:  # its transaction had ended already, in whatever way: it was no COMMIT
-                if not settler.count_apart(claimed, timed_out(seconds), seconds):
+                if not settler.count_apart(claimed, error, seconds):
                     return False
             settler.forget(claimed)
         return True
 
     def _take_leased(self, execution: Execution, lease: Lease) -> bool:
         """Take a task that was counted when its lease began, and for whose row nobody waits."""
-        seconds = _limit(execution, lease.claimed)
+        error, seconds = _judged(execution, lease.claimed)
         if not lease.claimed.noted:  # only once: the number may be a stranger's later
             self._cut(_own_process(execution.connection))
             lease.claimed.noted = 1
@@ -105,7 +107,7 @@ class Enforcer:
             connection.execute(set_lock_timeout(PATIENCE))
             settler = self.settle(connection)
             for taken in take_over(settler, lease):
-                settler.fail(taken, timed_out(seconds), seconds)
+                settler.fail(taken, error, seconds)
         return True
 
     def _cut(self, pid: int | None) -> None:
@@ -132,8 +134,10 @@ class Enforcer:
             claimed.noted = entry["nobody"] if is_noted else 0
 
 
-def _limit(execution: Execution, claimed: Claimed) -> float:
-    return execution.handlers[claimed.task_type].timeout or 0.0
+def _judged(execution: Execution, claimed: Claimed) -> tuple[TaskFailed, float]:
+    """Return the error of a handler whose time is over, and for how long it has run."""
+    limit = execution.handlers[claimed.task_type].timeout or 0.0
+    return timed_out(limit), time.monotonic() - claimed.started
 
 
 def _own_process(connection: Connection) -> int | None:

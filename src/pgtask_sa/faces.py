@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -50,6 +51,7 @@ class SyncFace:
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Call the function; a coroutine that it returns would never run, so that is a failure."""
+        claimed.started = time.monotonic()
         self.place.begin(handler.timeout, handler.lease)
         try:
             with self.watchdog.guard(handler.timeout, self.lane, claimed):
@@ -94,6 +96,7 @@ class AsyncFace:
 
     def call(self, handler: Handler, arguments: tuple[Any, ...], claimed: Claimed) -> None:
         """Await the coroutine; within its time, if there is a limit."""
+        claimed.started = time.monotonic()
         # the watchdog is for a coroutine that blocks the loop, where no other timer runs
         grace = 2 * SECOND_GRACE
         self.place.begin(handler.timeout, handler.lease)

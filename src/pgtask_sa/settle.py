@@ -43,6 +43,7 @@ class Claimed:
         noted: under which number this start is noted, if it is, for whoever claims the row next. Of
             a leased task, where the row counts it: its connection was cut.
         in_flight: its lane's row names it already; see noted_claims.
+        started: when its handler was called here, by the monotonic clock; 0 if it was not.
     """
 
     task_id: int
@@ -55,6 +56,7 @@ class Claimed:
     was_late: bool = False
     noted: int = 0
     in_flight: bool = False
+    started: float = 0.0
 
     @property
     def attempts(self) -> int:
@@ -72,7 +74,7 @@ class Claimed:
 
 _decode = json.JSONDecoder().decode  # what `json.loads` comes to, after some questions
 
-# A task, what became of it, the error if there was one, and the seconds it took.
+# A task, what became of it, the error if there was one, and the seconds it took; 0 if not known.
 Report: TypeAlias = "tuple[Claimed, Verdict, BaseException | None, float]"
 
 
@@ -346,7 +348,7 @@ class Settler:
     def tell(
         self, claimed: Claimed, verdict: Verdict, error: BaseException | None, seconds: float
     ) -> None:
-        """Tell the log and the listeners what became of a task."""
+        """Tell the log and the listeners what became of a task; 0 seconds: nobody knows."""
         name, level = _EVENTS[verdict.action]
         if verdict.reason == "snoozed":
             level = logging.INFO
@@ -358,8 +360,9 @@ class Settler:
             "task_id": claimed.task_id,
             "task_type": claimed.task_type,
             "attempt": claimed.attempts + 1,
-            "seconds": round(seconds, 6),
         }
+        if seconds:
+            fields["seconds"] = round(seconds, 6)
         told = ""
         if error is not None:
             told = in_one_line(error, values=self.events.shows_values)
