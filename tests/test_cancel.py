@@ -120,7 +120,8 @@ class TestWaiting:
             lease = f"lease_token = '{token}', run_at = now() + interval '1 hour'"
             connection.execute(text(f"update task set {lease}"))
         (done,) = _cancel(engine, task_id)
-        assert f"task {task_id} is leased to a running handler: stopped" == str(done)
+        told = "was leased to a running handler: cancelled, it can commit nothing more"
+        assert f"task {task_id} {told}" == str(done)
         assert [(task_id, "A", 0, None, "cancelled")] == _rows(engine, DEAD)
         with engine.begin() as connection:
             complete = text(f"delete from task where task_id = 1 and lease_token = '{token}'")

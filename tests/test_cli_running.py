@@ -193,9 +193,9 @@ class TestCancel:
             session.enqueue("MAIL")
             session.commit()
         code, out, err = run("cancel", "2", "1", "77")
-        running = r"task 1 was running \(since 20\d\d-.*, on web1 pid 4711\)"
+        running = r"task 1 was running \(since 20\d\d-.*, on web1 pid 4711\): cancelled"
         assert 1 == code
-        assert re.fullmatch(rf"task 2 was waiting\n{running}\n", out)
+        assert re.fullmatch(rf"task 2 was waiting: cancelled\n{running}\n", out)
         assert "task 77 is not there\n" == err
 
     def test_exit_code(self, run, engine):
@@ -232,5 +232,5 @@ class TestCancel:
         with TaskSession(engine) as session:
             session.add(Task(task_type="MAIL", params={}))
             session.commit()
-        assert (0, "task 1 was waiting\n", "") == run("cancel", "1")
+        assert (0, "task 1 was waiting: cancelled\n", "") == run("cancel", "1")
         assert 0 == run("dead")[0]

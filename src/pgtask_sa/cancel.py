@@ -58,7 +58,7 @@ class Cancellation:
 
     Example:
         >>> str(Cancellation(7, "waiting")), Cancellation(7, "waiting").is_done
-        ('task 7 was waiting', True)
+        ('task 7 was waiting: cancelled', True)
     """
 
     task_id: int
@@ -82,9 +82,10 @@ class Cancellation:
 
 
 _SENTENCES = {
-    "waiting": "was waiting",
-    "running": "was running (since {0.since:%Y-%m-%d %H:%M:%S %Z}, on {0.host} pid {0.pid})",
-    "leased": "is leased to a running handler: stopped",
+    "waiting": "was waiting: cancelled",
+    "running": "was running (since {0.since:%Y-%m-%d %H:%M:%S %Z}, on {0.host} pid {0.pid}): "
+    "cancelled",
+    "leased": "was leased to a running handler: cancelled, it can commit nothing more",
     "missing": "is not there{detail}",
     "held": "is held by somebody who is no worker{detail}: not cancelled",
     "hidden": "is run by {0.host} pid {0.pid}, it seems, but this role may not look at another's "
@@ -111,7 +112,7 @@ class Canceller:
         >>> engine = create_engine("postgresql+psycopg://localhost/shop")
         >>> with engine.connect() as connection:  # doctest: +SKIP
         ...     print(Canceller(connection, Task).cancel(4711))
-        task 4711 was waiting
+        task 4711 was waiting: cancelled
     """
 
     def __init__(self, connection: Connection, task_class: type[Any]) -> None:
