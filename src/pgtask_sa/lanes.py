@@ -130,7 +130,7 @@ class Shared:
         Call it where SQL may be run, when the others had their time to end.
         """
         if demand.strictly and not self.gate.keep(lane):
-            postpone(execution, self.presence, demand.task_ids, self.gate.give_up())
+            postpone(execution, demand.task_ids, self.gate.give_up())
         else:
             execution.sweep_alone(demand.task_ids)
 

@@ -13,17 +13,16 @@ from functools import partial
 from pgtask_sa.admission import DIED, KILLED
 from pgtask_sa.errors import WorkerDied
 from pgtask_sa.execution import Execution
-from pgtask_sa.presence import Deaths, Presence
+from pgtask_sa.presence import Deaths
 from pgtask_sa.retry import Verdict
 from pgtask_sa.settle import Claimed
 
 
-def postpone(execution: Execution, presence: Presence, task_ids: list[int], delay: float) -> None:
+def postpone(execution: Execution, task_ids: list[int], delay: float) -> None:
     """Put back what is still there and still suspected; all else is left to the next claim.
 
     Args:
         execution: of a lane that has rolled back its claim.
-        presence: knows which workers died of them.
         task_ids: their numbers.
         delay: seconds until they are tried again.
 
@@ -33,19 +32,20 @@ def postpone(execution: Execution, presence: Presence, task_ids: list[int], dela
     execution.pause()
     for task_id in task_ids:
         with execution.begin() as transaction:
-            told = _put_back(execution, presence, task_id, delay)
+            told = _put_back(execution, task_id, delay)
             if told is None:
                 transaction.rollback()
         if told is not None:
             _tell(execution, *told, delay)
 
 
-def _put_back(
-    execution: Execution, presence: Presence, task_id: int, delay: float
-) -> tuple[Claimed, Verdict] | None:
+def _put_back(execution: Execution, task_id: int, delay: float) -> tuple[Claimed, Verdict] | None:
     """Put one back; None if there is nothing to put back, or if it has changed since."""
+    admission = execution.admission
+    assert admission is not None  # noqa: S101 - it has demanded this
     for claimed in execution.settler.reclaim(task_id):
-        deaths = execution.face.aside(partial(presence.look, [claimed]))
+        look = partial(admission.presence.look, admission.entry, [claimed])
+        deaths = execution.face.aside(look)
         found = deaths.get(task_id, Deaths())
         counted = replace(claimed, uncounted=found.count)
         if found.taken or not _is_suspect(execution, counted):
