@@ -114,6 +114,8 @@ CASES: dict[str, Callable[[], Executable]] = {
     "renumber": lambda: presence_statements.renumber(TASK),
     "note_in_place": lambda: presence_statements.note_in_place(TASK),
     "disown": lambda: presence_statements.disown(TASK),
+    "is_disowned": lambda: presence_statements.is_disowned(TASK),
+    "forget_taken": lambda: presence_statements.forget_taken(TASK),
     "deaths": lambda: presence_statements.deaths(TASK),
     "deaths.schema": lambda: presence_statements.deaths(ENUM),
     "note_alive": lambda: presence_statements.note_alive(TASK),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 
+import psycopg
 import pytest
 from running import Running
 from sqlalchemy import text
 
 from pgtask_sa import TaskRegistry
+from pgtask_sa.arrears import Arrears
 from pgtask_sa.presence import Presence
 
 pytestmark = pytest.mark.direct  # through a pooler nothing is noted, and each is counted later
@@ -70,6 +73,40 @@ def test_other_lanes_know_of_it(db_url, way, max_attempts):
         running.until_empty(30)
     assert [max_attempts] * count == list(starts.values())
     assert {("A", max_attempts, "failed")} == set(running.dead())
+
+
+@pytest.mark.parametrize("max_attempts", [1, 3])
+def test_a_lane_that_is_slow_to_count(db_url, monkeypatch, max_attempts):
+    """Others have counted, and buried the task: it does not come back."""
+    pay = Arrears.pay
+
+    def paying(self, *given):
+        if self.owed:
+            time.sleep(0.1)
+        pay(self, *given)
+
+    monkeypatch.setattr(Arrears, "pay", paying)
+    starts: Counter[int] = Counter()
+    running = Running(db_url, concurrency=8, idle_interval=0.2)
+
+    @running.tasks.handler("A", backoff=0, max_attempts=max_attempts)
+    def body(session, params, task):
+        starts[task.task_id] += 1
+        driver = session.connection().connection.driver_connection
+        psycopg.Cursor(driver).execute("rollback")  # past all guards
+        raise ValueError
+
+    @running.tasks.handler("B")
+    def other(session, params, task):
+        session.execute(text("select pg_sleep(0.002)"))
+
+    running.enqueue("A", *[{"i": i} for i in range(20)])
+    running.enqueue("B", *[{"i": i} for i in range(1000)])
+    with running:
+        running.until_empty(40)
+    assert [max_attempts] * 20 == list(starts.values())
+    assert [("A", max_attempts, "failed")] * 20 == running.dead()
+    assert [] == running.told("settle.refused")
 
 
 def test_it_is_counted_later_if_it_cannot_be_noted(db_url, monkeypatch):

@@ -298,6 +298,26 @@ def test_a_suspect_that_cannot_be_alone(running, monkeypatch, kind):
     assert 3 == len(running.told("task.postponed"))
 
 
+def test_a_suspect_that_was_put_back(running, monkeypatch):
+    """It does not run beside others the next time either, however many attempts it has."""
+    monkeypatch.setattr("pgtask_sa.solitude.PATIENCE", (0.1, 0.1))
+    suspect, other = Long(), Long()
+    suspect.register(running, "sync", "A", mode="transactional", max_attempts=10)
+    other.register(running, "sync", "B", mode="transactional", timeout=None)
+    suspect.release.set()
+    running.enqueue("A")
+    for worker_id in (1, 2):
+        leave_behind(running, "A", worker_id=worker_id, alone=False)
+    running.enqueue("B", priority=-1)
+    with running:
+        for times in (1, 2):
+            running.until(lambda times=times: times == len(running.told("task.postponed")))
+            assert ([], 1) == (suspect.starts, other.waiting)
+            running.execute("update task set run_at = now() where task_type = 'A'")
+        other.release.set()
+        running.until(lambda: [3] == suspect.starts)
+
+
 def test_for_whom_others_wait(monkeypatch):
     """For one that must be alone not again and again, but longer when they did not end."""
     gate = Gate()

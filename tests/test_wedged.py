@@ -227,7 +227,9 @@ def test_what_a_lane_tells(make, fails):
     face.wait = asyncio.run
     function = run if make is SyncFace else run_async
     with pytest.raises(ValueError) if fails else nullcontext():
-        face.call(SimpleNamespace(timeout=60.0, lease=None, function=function), (), SimpleNamespace())
+        face.call(
+            SimpleNamespace(timeout=60.0, lease=None, function=function), (), SimpleNamespace()
+        )
     assert [pytest.approx(70, abs=1.0)] == told
     assert signs.last + 10.0 == signs.bearable_until(10.0)
 

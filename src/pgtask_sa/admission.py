@@ -19,9 +19,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from uuid import UUID, uuid4
 
-import psycopg
-from sqlalchemy.exc import DBAPIError
-
 from pgtask_sa import presence_statements
 from pgtask_sa.calls import Face
 from pgtask_sa.claim import ROW_VERSION
@@ -110,7 +107,7 @@ class Admission:
 
         If it cannot be noted, the lane still owes it, and counts it if nobody is faster.
         """
-        with suppress(DBAPIError, psycopg.Error):
+        with suppress(Exception):
             claimed.noted = self.face.aside(partial(self.presence.disown, self.entry, claimed))
 
     def take_turn(self) -> None:
@@ -174,7 +171,8 @@ class Admission:
 
     def _was_there_often(self, claimed: Claimed) -> bool:
         is_last = claimed.attempts + 1 >= self._max_attempts(claimed)
-        return claimed.uncounted >= ENOUGH or is_last
+        is_known = claimed.values["last_error"] == KILLED and claimed.attempts >= ENOUGH
+        return claimed.uncounted >= ENOUGH or is_known or is_last
 
     def _is_culprit(self, claimed: Claimed) -> bool:
         """Say whether a worker died of it, or of something that must not be tried once more."""
@@ -190,6 +188,7 @@ class Admission:
         handler = self.handlers[claimed.task_type]
         error: Exception = WorkerDied(DIED if claimed.uncounted else CUT_OFF)
         if claimed.was_taken:
+            self.settler.forget_taken(claimed)
             late, lost = timed_out(handler.timeout or 0.0), TaskFailed(LOST)
             error = late if claimed.was_late else lost
         policy = handler.policy

@@ -232,7 +232,9 @@ class Canceller:
             "worker_id": _NO_WORKER,
             "own_lane": 0,
         }
-        rows = self.connection.execute(self._deaths, key)
+        rows = self.connection.execute(self._deaths, key).all()
+        if any(row.is_taken for row in rows):
+            self.settler.forget_taken(claimed)
         return replace(claimed, uncounted=sum(row.is_gone for row in rows))
 
     def _place(self, lane: RowMapping | None) -> dict[str, Any]:

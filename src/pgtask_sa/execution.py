@@ -127,10 +127,11 @@ class Execution:
             try:
                 self._blame(lost)  # first: the row may be free already
             finally:
+                self.arrears.rescue(batch, lost)
                 self._give_up(transaction)
-            self.arrears.rescue(batch, lost)
             if lost.unrun:  # then one of those before is the culprit, if they are back
-                self._run_alone(batch[: batch.index(lost.claimed)])
+                ids = [claimed.task_id for claimed in batch]
+                self._run_alone(batch[: ids.index(lost.claimed.task_id)])
             if lost.dirty:
                 raise
             return len(batch)
@@ -344,6 +345,7 @@ class Execution:
             self._commit_checked(transaction, batch, finished)
         except (DBAPIError, psycopg.Error) as raised:
             error = self.ground.reason(raised) or raised
+            batch = _as_admitted(batch, finished)
             lost = self.ground.status() == TransactionStatus.UNKNOWN or _is_invalid(raised)
             if lost and sqlstate(error) not in TIME_LIMITS:
                 if batch:
@@ -434,6 +436,12 @@ class Execution:
                 refused = error
         if refused is not None:
             raise refused  # the lane takes a rest: that task is free, and uncounted
+
+
+def _as_admitted(batch: list[Claimed], finished: list[Report]) -> list[Claimed]:
+    """Return a batch with what is known of each task since it was claimed."""
+    known = {claimed.task_id: claimed for claimed, *_ in finished}
+    return [known.get(claimed.task_id, claimed) for claimed in batch]
 
 
 def _is_invalid(error: BaseException) -> bool:

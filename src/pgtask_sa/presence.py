@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Table
@@ -178,10 +179,15 @@ class Presence:
         if not self._is_direct:
             return 0
         entry = self.farewell(lane, claimed, backend_pid=None)
-        statement = statements.disown(self.task)
         with self._lock:
-            row = self._surely(lambda connection: connection.execute(statement, entry).first())
-        return 0 if row is None else entry["nobody"]
+            is_noted = self._surely(partial(self._disown, entry))
+        return entry["nobody"] if is_noted else 0
+
+    def _disown(self, entry: dict[str, Any], connection: Connection) -> bool:
+        row = connection.execute(statements.disown(self.task), entry).first()
+        if row is None:  # or was it done in the first try, whose answer was lost?
+            row = connection.execute(statements.is_disowned(self.task), entry).first()
+        return row is not None
 
     def farewell(self, lane: int, claimed: Claimed, backend_pid: int | None) -> dict[str, Any]:
         """Return the parameters of `presence_statements.disown`, with a new number."""

@@ -188,7 +188,21 @@ def disown(task: Table) -> Update:
     }
     mine = (table.c.worker_id == ME, _lane(table) == bindparam("own_lane", type_=Integer))
     named = table.c.task_ids.contains(TASK_IDS)
-    return update(table).where(*mine, named).values(nobody | start).returning(table.c.lane)
+    given = {**nobody, **start, "seen_at": _clock()}
+    return update(table).where(*mine, named).values(given).returning(table.c.lane)
+
+
+def is_disowned(task: Table) -> Select[Any]:
+    """Say whether there is an entry of ``:nobody``."""
+    table = worker_table(task)
+    return select(table.c.lane).where(table.c.worker_id == bindparam("nobody", type_=Integer))
+
+
+def forget_taken(task: Table) -> Delete:
+    """Take out what was disowned of a task that is claimed now: its starts are counted."""
+    table = worker_table(task)
+    named = (table.c.task_ids == TASK_IDS, table.c.row_versions == ROW_VERSIONS)
+    return delete(table).where(table.c.lane < literal_column("0"), *named)
 
 
 def _holdings(ids: Any, versions: Any, name: str) -> Any:
@@ -275,7 +289,10 @@ def dismiss(task: Table) -> Delete:
 
 
 def dismiss_dead(task: Table) -> Delete:
-    """Take out the dead, but for those whose claims somebody has still to count."""
+    """Take out the dead, but for those whose claims somebody has still to count.
+
+    Whoever has disowned a start asks later whether that is there: it stays for a while.
+    """
     table = worker_table(task)
     held = _holdings(table.c.task_ids, table.c.row_versions, "held")
     counts: Select[Any] = (
@@ -285,5 +302,8 @@ def dismiss_dead(task: Table) -> Delete:
     silent = table.c.seen_at < _clock() - SILENCE
     settled = or_(~exists(counts.correlate(table)), ~today)
     return delete(table).where(
-        table.c.worker_id != MINE, settled, or_(table.c.is_direct, silent), _is_gone(table)
+        table.c.worker_id != MINE,
+        settled,
+        or_(and_(table.c.is_direct, table.c.lane >= literal_column("0")), silent),
+        _is_gone(table),
     )

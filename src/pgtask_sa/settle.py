@@ -122,6 +122,7 @@ class Tables:
         self.bury = statements.bury(self.task, self.dead)
         self.exists = statements.task_exists(self.task)
         self.dismiss = presence_statements.dismiss(self.task)
+        self.forget_taken = presence_statements.forget_taken(self.task)
         self.claim_by_id = claim_by_id(self.task)
         self.claim_by_force = claim_by_force(self.task)
 
@@ -137,6 +138,11 @@ class Tables:
         """Wrap a row that a claim returned."""
         number, kind = row["task_id"], row["task_type"]
         return Claimed(number, kind, row, self.json, uncounted, in_flight=in_flight)
+
+
+def _is_uncounted(row: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Say whether nobody has counted a start since; DDL may have written all rows anew."""
+    return bool(row[ROW_VERSION] == before[ROW_VERSION] or row["attempts"] == before["attempts"])
 
 
 CUT_OFF = "the connection was lost while the handler ran"
@@ -291,17 +297,29 @@ class Settler:
             if not self._is_there(claimed):
                 self.write(claimed, Verdict("retry", claimed.attempts, reason="unrun"), error)
             return
-        if self._count_apart(claimed, error):
-            self.forget(claimed)
-        elif self._must_come_back(lost):
+        if self._count_apart(claimed, error) or self._is_there(claimed):
+            return  # where somebody else holds it, he counts, or whoever comes next
+        is_counted = claimed.noted and not self.forget(claimed)
+        if lost.ended and lost.error is not None and not is_counted:
+            # A handler that failed has committed the row away. If it ended the transaction with a
+            # COMMIT of its own and returned, the task is done.
             self.fail(claimed, error)
-        elif claimed.noted and not self._is_there(claimed):
-            self.forget(claimed)  # whoever claimed it has counted, and buried it
 
-    def forget(self, claimed: Claimed) -> None:
-        """Take out the note that leaves a start to others, if there is one: it is counted."""
-        if claimed.noted:
-            self.connection.execute(self.tables.dismiss, {"worker_id": claimed.noted})
+    def forget(self, claimed: Claimed) -> bool:
+        """Take out the note that leaves a start to others; False if there is none (any more).
+
+        Whoever counts a start takes its note out in the same transaction, so that it is counted
+        once.
+        """
+        if not claimed.noted:
+            return False
+        key = {"worker_id": claimed.noted}
+        return self.connection.execute(self.tables.dismiss, key).rowcount > 0
+
+    def forget_taken(self, claimed: Claimed) -> None:
+        """Take out the notes that leave starts to whoever claims this row: they are counted."""
+        key = {"task_ids": [claimed.task_id], "row_versions": [claimed.values[ROW_VERSION]]}
+        self.connection.execute(self.tables.forget_taken, key)
 
     def count_apart(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> bool:
         """Count a start whose own transaction is gone; False if somebody else holds the row.
@@ -314,32 +332,20 @@ class Settler:
         """Count it if the row can be had, and has not been counted; False if it cannot."""
         before = self.connection.begin_nested()
         found = self.reclaim(claimed.task_id)
-        if not found or self._is_counted(claimed, found[0]):
+        if not found or (claimed.noted and not self.forget(claimed)):
             before.rollback()
             return bool(found)
         before.commit()
-        is_same = claimed.noted or found[0].values[ROW_VERSION] == claimed.values[ROW_VERSION]
         # the one knows who has died of it, the other which columns there are by now
+        is_same = _is_uncounted(found[0].values, claimed.values)
         row = replace(found[0], uncounted=claimed.uncounted) if is_same else found[0]
         self.fail(row, error, seconds)
         return True
-
-    @staticmethod
-    def _is_counted(claimed: Claimed, row: Claimed) -> bool:
-        return bool(claimed.noted) and row.values["attempts"] != claimed.values["attempts"]
 
     def fail(self, claimed: Claimed, error: BaseException, seconds: float = 0.0) -> None:
         """Count a failed attempt of a task that this transaction has claimed."""
         verdict = self.judge(claimed, error, self.handlers[claimed.task_type].policy)
         self.tell(claimed, self.write(claimed, verdict, error), error, seconds)
-
-    def _must_come_back(self, lost: TransactionLost) -> bool:
-        """Say whether a row that cannot be claimed was committed away by a handler that failed.
-
-        Otherwise somebody else holds it, and counts for himself; or the handler ended the
-        transaction with a COMMIT of its own and returned, and then the task is done.
-        """
-        return lost.ended and lost.error is not None and not self._is_there(lost.claimed)
 
     def _is_there(self, claimed: Claimed) -> bool:
         key = {"task_id": claimed.task_id}

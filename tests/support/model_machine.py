@@ -58,14 +58,14 @@ class Machine(RuleBasedStateMachine):
         self.buried_entries: list[dict[int, int]] = []  # of dead lanes: task to its version
         self.noted: dict[Lane, dict[int, int]] = {}
         self.batch: dict[Lane, dict[int, Work | None]] = {}  # what each lane has claimed
-        self.found: dict[tuple[Lane, int], tuple[int, int, int]] = {}  # version, deaths, attempts
+        self.found: dict[tuple[Lane, int], tuple[int, int]] = {}  # version and deaths then
         self.leases: dict[tuple[Lane, int], int] = {}  # how often it was settled when granted
         self.current: dict[Lane, int] = {}
         self.work: dict[Lane, Work] = {}
         self.disturbed: set[Lane] = set()  # whose connection was cut, or whose task was taken
         self.owed: dict[Lane, list[int]] = {}
-        # starts that anybody may count: the version, and the attempts before
-        self.left: dict[tuple[Lane, int], tuple[int, int]] = {}
+        self.left: dict[tuple[Lane, int], int] = {}  # starts that anybody may count: the version
+        self.disowned: set[tuple[Lane, int]] = set()  # and those that somebody may have counted
         self.outcomes: dict[tuple[Lane, int], str] = {}  # also of those that did not count
         self.serial = 0
 
@@ -259,7 +259,7 @@ class Machine(RuleBasedStateMachine):
             job.holder = lane
             job.deaths = self._deaths(job)
             job.is_left = self._left(job) > 0
-            self.found[lane, task_id] = (job.version, job.deaths, job.fate.attempts)
+            self.found[lane, task_id] = (job.version, job.deaths)
         self.batch[lane] = dict.fromkeys(ids)
 
     def _break_shares(self, task_id: int) -> None:
@@ -312,6 +312,9 @@ class Machine(RuleBasedStateMachine):
             fates = job.admitted(fate, job.deaths)
             job.owner = None
             self.tally["deaths counted"] += job.deaths
+            for key in [key for key in self.left if key[1] == job.task_id]:
+                if self.left[key] == job.version:
+                    del self.left[key]
         else:
             attempt = fate.attempts + job.deaths + 1
             fates = {job.after(fate, work.outcome, attempt, work.kept)}
@@ -324,13 +327,14 @@ class Machine(RuleBasedStateMachine):
         """Note that a lane counted an attempt afterwards, if the task was free."""
         if not (job.is_waiting() and job.fate.place == "waiting"):
             return
-        now = job.version, job.fate.attempts
-        left = self.left.pop((lane, job.task_id), now)
-        if left[0] != now[0] and left[1] != now[1]:
-            self.tally["counted by others"] += 1
-            return
+        is_left = self.left.pop((lane, job.task_id), None) is not None
+        if (lane, job.task_id) in self.disowned:
+            self.disowned.discard((lane, job.task_id))
+            if not is_left:
+                self.tally["counted by others"] += 1
+                return
         self.tally["counted afterwards"] += 1
-        version, deaths, _ = self.found[lane, job.task_id]
+        version, deaths = self.found[lane, job.task_id]
         known = deaths if version == job.version else 0
         attempt = job.fate.attempts + 1 + known
         outcome = outcome if outcome in ("discard", "snooze") else "fail"
@@ -349,7 +353,7 @@ class Machine(RuleBasedStateMachine):
         """Count the starts whose transaction was lost, and which their lanes have not counted."""
         return sum(
             task_id == job.task_id and version == job.version
-            for (_, task_id), (version, _) in self.left.items()
+            for (_, task_id), version in self.left.items()
         )
 
     def _on_rollback(self, lane: Lane) -> None:
@@ -398,8 +402,9 @@ class Machine(RuleBasedStateMachine):
         for task_id in lane.left():
             key, job = (lane, task_id), self.jobs[task_id]
             if key not in self.left:
-                version, _, attempts = self.found[key]
-                self.left[key] = version, attempts
+                version, _ = self.found[key]
+                self.left[key] = version
+                self.disowned.add(key)
                 self.noted.pop(lane, None)  # that note it is
                 # who holds it already, may not know
                 job.forgiven -= job.holder is None and job.version == version
