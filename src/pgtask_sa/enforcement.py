@@ -15,8 +15,8 @@ hold of the row first. Three steps, of which each stands when a later one fails:
    for the handler, and the handler for ever. So this is tried for a second.
 3. **Without the table.** The server process is ended by its number and the beginning of its
    transaction, which together name no stranger; that needs no lock at all. The DDL goes on, and
-   after it the row is claimed by its number. Who was faster has counted, and then the row has more
-   attempts than when it was claimed; its version does not tell, as DDL may write all rows anew.
+   after it the row is claimed by its number. Who was faster has counted, and has taken the note out
+   with that; the version of the row does not tell, as DDL may write all rows anew.
 
 What fails is tried again, from the second step on, until the handler comes back by itself. Then its
 lane owes the attempt, and finds out in the same way whether it was counted.
