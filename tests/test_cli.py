@@ -732,6 +732,7 @@ class TestStats:
         session.enqueue_many("A", [{}] * 3)
         session.enqueue("B", delay=60)
         session.enqueue("LONG")
+        session.flush()  # SQLAlchemy 2.0 does not for text
         lease = f"lease_token = '{UUID(int=7)}', run_at = now() + interval '1 min', attempts = 2"
         session.execute(text(f"update task set {lease} where task_type = 'LONG'"))
         session.execute(text("update task set attempts = 1 where task_id = 1"))

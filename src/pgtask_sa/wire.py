@@ -169,7 +169,8 @@ def _loaders(statement: Any) -> list[tuple[str, Callable[[Any], Any]]]:
     found = []
     for column in getattr(statement, "exported_columns", ()):
         kind = column.type.dialect_impl(_PSYCOPG)
-        number = FLOAT8 if isinstance(kind, Float) else NUMERIC  # others do not look at it
+        # others do not look at it; SQLAlchemy 2.0 has no type of its own for the first
+        number = FLOAT8 if isinstance(kind, Float) or isinstance(column.type, Float) else NUMERIC
         processor = kind.result_processor(_PSYCOPG, number)
         if processor is not None:
             found.append((column.name, processor))
