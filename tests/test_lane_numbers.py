@@ -119,6 +119,23 @@ def test_a_row_that_is_disowned(entry: Entry) -> None:
         assert [(5, [OFTEN])] == [tuple(row) for row in connection.execute(text(dead))]
 
 
+def test_a_lane_of_the_same_worker_lives(entry: Entry) -> None:
+    """What it has noted counts for nothing: the worker's own lock is held, by its own session."""
+    entry.note(1, 7)
+    assert {} == entry.presence.look(2, [_claimed(7)])
+
+
+def test_a_lane_of_the_same_worker_that_has_disowned_a_start(entry: Entry) -> None:
+    """Then it counts, for whichever lane."""
+    entry.note(1, 7)
+    assert entry.presence.disown(1, _claimed(7))
+    assert 1 == entry.presence.look(2, [_claimed(7)])[7].count
+
+
+def _claimed(task_id: int) -> Any:
+    return SimpleNamespace(task_id=task_id, values={ROW_VERSION: 1})
+
+
 def test_numbers_begin_anew(entry: Entry, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is an end to them."""
     monkeypatch.setattr(notes, "MOST_NUMBERS", 2)

@@ -14,14 +14,20 @@ from sqlalchemy import text
 
 from pgtask_sa import Task
 from pgtask_sa.cancel import Canceller
+from pgtask_sa.claim import fair_choice
 from pgtask_sa.detours import Detours
+from pgtask_sa.engines import worker_engine
+from pgtask_sa.events import Events
+from pgtask_sa.noted_claims import claim_noted, note_next, to_be_noted
 from pgtask_sa.presence import Presence
+from pgtask_sa.wire import Wired
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.direct  # through a pooler no claim is sent along
 
+TASK = Task.__table__
 NAMING = "select begun_at is null from task_worker where :task_id = any (task_ids)"
 TRIGGER = """
     create function spoil() returns trigger language plpgsql as
@@ -136,6 +142,31 @@ def test_what_somebody_has_touched_is_looked_at(noting: Noting):
         other.rollback()
     noting.run()
     assert [False] * 10 == noting.ahead
+
+
+TOUCH = text("select from task for update")
+
+
+@pytest.mark.parametrize("is_touched", [False, True])
+def test_what_is_touched_between_the_note_and_the_claim(db_url, is_touched):
+    """Whoever that was may have died of it: it is looked at."""
+    running = Running(db_url)
+    running.enqueue("A")
+    engine = worker_engine(db_url, 2)
+    presence = Presence(engine, TASK, Events([]))
+    given = {"levels": [0], "types": ["A"], "pivot": 0.0, "leased": []}
+    note = note_next(TASK, fair_choice(TASK, 1, due_first=False, more=to_be_noted(TASK)))
+    entry = {"worker_id": presence.worker_id, "which": presence.enlist(), "number": 1}
+    [(entry["place"],)] = running.rows("select ctid::text from task_worker")
+    with engine.connect() as lane:
+        assert 1 == Wired(note).fetch(lane, given | entry, keep=False)[0]["named"]
+        lane.connection.driver_connection.commit()
+        if is_touched:
+            with running.admin.connect() as other:
+                other.execute(TOUCH)
+                other.rollback()
+        assert (not is_touched) == bool(Wired(claim_noted(TASK)).fetch(lane, {}, keep=False))
+    presence.leave()
 
 
 def test_as_long_as_the_dead_name_tasks(noting: Noting, notes):
