@@ -38,6 +38,11 @@ COMEBACK = 2.0  # seconds for a worker that has lost its connections, before its
 ENOUGH = 2  # deaths beside others, until a task must be alone however long it takes
 
 
+def has_killed(claimed: Claimed) -> bool:
+    """Say whether a worker died while it ran this task, whoever it was that killed it."""
+    return claimed.uncounted > 0 or claimed.values["last_error"] == KILLED
+
+
 @dataclass
 class Lease:
     """A task that this worker runs in the leased mode.
@@ -166,8 +171,7 @@ class Admission:
     def _is_suspect(self, claimed: Claimed) -> bool:
         if not claimed.attempts or self.handlers[claimed.task_type].lease is not None:
             return False
-        has_killed = claimed.uncounted > 0 or claimed.values["last_error"] == KILLED
-        return has_killed and not self._is_culprit(claimed)
+        return has_killed(claimed) and not self._is_culprit(claimed)
 
     def _was_there_often(self, claimed: Claimed) -> bool:
         is_last = claimed.attempts + 1 >= self._max_attempts(claimed)

@@ -10,7 +10,7 @@ import logging
 from dataclasses import replace
 from functools import partial
 
-from pgtask_sa.admission import DIED, KILLED
+from pgtask_sa.admission import DIED, has_killed
 from pgtask_sa.errors import WorkerDied
 from pgtask_sa.execution import Execution
 from pgtask_sa.presence import Deaths
@@ -57,9 +57,8 @@ def _put_back(execution: Execution, task_id: int, delay: float) -> tuple[Claimed
 
 def _is_suspect(execution: Execution, claimed: Claimed) -> bool:
     """Say whether it may run once more, and only alone."""
-    has_killed = claimed.uncounted > 0 or claimed.values["last_error"] == KILLED
     policy = execution.handlers[claimed.task_type].policy
-    return has_killed and claimed.attempts < policy.max_attempts
+    return has_killed(claimed) and claimed.attempts < policy.max_attempts
 
 
 def _tell(execution: Execution, claimed: Claimed, written: Verdict, delay: float) -> None:

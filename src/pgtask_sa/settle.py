@@ -299,7 +299,7 @@ class Settler:
             return
         if self._count_apart(claimed, error) or self._is_there(claimed):
             return  # where somebody else holds it, he counts, or whoever comes next
-        is_counted = claimed.noted and not self.forget(claimed)
+        is_counted = self._is_counted(claimed)
         if lost.ended and lost.error is not None and not is_counted:
             # A handler that failed has committed the row away. If it ended the transaction with a
             # COMMIT of its own and returned, the task is done.
@@ -315,6 +315,10 @@ class Settler:
             return False
         key = {"worker_id": claimed.noted}
         return self.connection.execute(self.tables.dismiss, key).rowcount > 0
+
+    def _is_counted(self, claimed: Claimed) -> bool:
+        """Say whether others have counted a start that was left to them; else it is ours now."""
+        return bool(claimed.noted) and not self.forget(claimed)
 
     def forget_taken(self, claimed: Claimed) -> None:
         """Take out the notes that leave starts to whoever claims this row: they are counted."""
@@ -332,7 +336,7 @@ class Settler:
         """Count it if the row can be had, and has not been counted; False if it cannot."""
         before = self.connection.begin_nested()
         found = self.reclaim(claimed.task_id)
-        if not found or (claimed.noted and not self.forget(claimed)):
+        if not found or self._is_counted(claimed):
             before.rollback()
             return bool(found)
         before.commit()
