@@ -185,6 +185,17 @@ def test_silence_while_nothing_runs():
     assert signs.last + 13.0 == signs.bearable_until(10.0, since=signs.last + 3.0)
 
 
+def test_a_handler_that_comes_back_after_long_silence():
+    """It held the interpreter within its time, and nobody else could give a sign of life yet."""
+    signs = VitalSigns()
+    signs.beat()
+    place = signs.place()
+    place.begin(300.0, None)
+    signs._times[0] -= 100.0
+    place.end()
+    assert signs.bearable_until(10.0) > time.monotonic() + 5.0
+
+
 @pytest.mark.parametrize(
     ("running", "most"),
     [

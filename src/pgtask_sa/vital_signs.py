@@ -15,7 +15,7 @@ import itertools
 import math
 import mmap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 LANES = 2000  # of one process, at most: 1,000 of each kind
@@ -26,10 +26,11 @@ _STOPPED = ("T", "t")  # by a signal; by a debugger
 class Place:
     """Where one lane says how long its handler may run."""
 
-    __slots__ = ("_times",)
+    __slots__ = ("_beat", "_times")
 
-    def __init__(self, times: memoryview[float]) -> None:
+    def __init__(self, times: memoryview[float], beat: Callable[[], None]) -> None:
         self._times = times
+        self._beat = beat
 
     def begin(self, seconds: float | None, lease: float | None) -> None:
         """Say that a handler begins: with its time limit, and with its lease if it has one."""
@@ -37,7 +38,8 @@ class Place:
         self._times[0] = math.inf if seconds is None else time.monotonic() + seconds
 
     def end(self) -> None:
-        """Say that it has come back."""
+        """Say that it has come back, and is alive: it may have silenced all others until now."""
+        self._beat()
         self._times[0] = 0.0
 
 
@@ -73,7 +75,7 @@ class VitalSigns:
         """Return the place of one more lane."""
         # Who has no supervisor may come to more lanes, since stuck ones are replaced; nobody reads.
         number = min(next(self._numbers), LANES)
-        return Place(self._times[2 * number : 2 * number + 2])
+        return Place(self._times[2 * number : 2 * number + 2], self.beat)
 
     def bearable_until(self, silence: float, since: float = 0.0) -> float:
         """Return the moment from which on the process is to be taken for one that hangs.
@@ -83,10 +85,11 @@ class VitalSigns:
         interpreter as long as it may run. But a lease is lost when nobody has renewed it for its
         length, and then somebody else runs the task.
         """
+        running = list(self._running())  # first: who comes back gives a sign, and then is gone
         last = self.last
         if not last:  # it has not begun
             return math.inf
-        ends = [min(until + silence, last + lease) for until, lease in self._running()]
+        ends = [min(until + silence, last + lease) for until, lease in running]
         return max(last + silence, since + silence, min(ends, default=0.0))
 
     def _running(self) -> Iterator[tuple[float, float]]:
